@@ -1,0 +1,79 @@
+"""Named random streams, each indexed by step: no two steps share randomness, and resuming replays nothing.
+
+A stream's key is HMAC-SHA256(secret, context, stream name, index). The context binds the secret to one run,
+one configuration and one dataset, so that a fork of a run can't repeat its noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass, field, replace
+from typing import Literal, final
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from numpy.typing import NDArray
+
+from dpvision.checks import ArgumentError
+
+Stream = Literal["sampling", "rows", "noise", "init", "views", "statistics", "holdout"]
+SECRET_BYTES = 32
+
+
+@final
+@dataclass(frozen=True)
+class Keys:
+    """The secret of a run and what it is bound to.
+
+    Guarantee: keys of different context, stream or index are independent up to the security of HMAC-SHA256.
+    """
+
+    secret: bytes = field(repr=False)
+    context: str
+    hand_seeded: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.secret) != SECRET_BYTES:
+            raise ArgumentError(f"secret must have {SECRET_BYTES} bytes, got {len(self.secret)}.")
+
+    @staticmethod
+    def from_os_entropy(context: str = "") -> Keys:
+        """A fresh secret from the operating system: the only kind that may back a release."""
+        return Keys(secrets.token_bytes(SECRET_BYTES), context)
+
+    @staticmethod
+    def from_seed(seed: int, context: str = "") -> Keys:
+        """A secret made from a number, for tests and repeatable experiments; never for release."""
+        secret = hashlib.sha256(b"dpvision hand seed " + str(seed).encode()).digest()
+        return Keys(secret, context, hand_seeded=True)
+
+    def bind(self, *facts: str) -> Keys:
+        """The same secret bound to ``facts`` (run, configuration, data, fork) instead of its old context."""
+        return replace(self, context=hashlib.sha256(_frame(*facts)).hexdigest())
+
+    def derive(self, stream: Stream, *index: int | str) -> bytes:
+        """The 256-bit key of one stream at one index, such as ``derive("noise", step, parameter_name)``."""
+        message = _frame("dpvision/1", self.context, stream, *map(str, index))
+        return hmac.new(self.secret, message, hashlib.sha256).digest()
+
+    def bits(self, count: int, stream: Stream, *index: int | str) -> NDArray[np.uint64]:
+        """``count`` uniform 64-bit words of one stream."""
+        return random_words(self.derive(stream, *index), count)
+
+    def seed(self, stream: Stream, *index: int | str) -> int:
+        """A 63-bit seed for generators that are not part of the guarantee (initial weights, views)."""
+        return int.from_bytes(self.derive(stream, *index)[:8], "big") >> 1
+
+
+def random_words(key: bytes, count: int) -> NDArray[np.uint64]:
+    """``count`` 64-bit words of the AES-256-CTR key stream of ``key``, counter from zero."""
+    encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+    return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<u8")
+
+
+def _frame(*parts: str) -> bytes:
+    """Length-prefixed concatenation: no two lists of parts give the same bytes."""
+    encoded = [part.encode() for part in parts]
+    return b"".join(len(part).to_bytes(8, "big") + part for part in encoded)

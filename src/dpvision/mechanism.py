@@ -1,0 +1,117 @@
+"""The frozen public facts of a private run. No torch, no data: an accountant needs nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, final
+
+from dpvision.checks import ArgumentError, Problems
+
+Adjacency = Literal["add_remove", "replace_one", "zero_out"]
+ADJACENCIES: tuple[Adjacency, ...] = ("add_remove", "replace_one", "zero_out")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One kind of noisy release: each unit joins with ``sample_rate``, then Gaussian noise is added.
+
+    ``noise_multiplier`` is the noise's standard deviation divided by the most that one unit can move the release.
+    """
+
+    sample_rate: float
+    noise_multiplier: float
+    purpose: str = "training step"
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        problems.positive("sample_rate", self.sample_rate)
+        problems.require(not self.sample_rate > 1, f"sample_rate must be <= 1, got {self.sample_rate}.")
+        problems.positive("noise_multiplier", self.noise_multiplier)
+        problems.raise_if_any()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """What is sampled, clipped, noised and divided, as public constants.
+
+    Guarantee: ``steps`` releases of ``(sum of clipped unit gradients + N(0, noise_stddev²)) / expected_batch_size``,
+    each over a Poisson draw of units with ``sample_rate``. Nothing here is read off the private data at run time.
+    """
+
+    num_units: int
+    expected_batch_size: float
+    clip_norm: float
+    noise_multiplier: float
+    steps: int
+    privacy_unit: str = "example"
+    adjacency: Adjacency = "add_remove"
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        problems.count("num_units", self.num_units)
+        problems.positive("expected_batch_size", self.expected_batch_size)
+        problems.require(
+            not self.expected_batch_size > self.num_units,
+            f"sample_rate must be <= 1, got {self.expected_batch_size} / {self.num_units} "
+            f"(expected_batch_size={self.expected_batch_size}, num_units={self.num_units}). Lower expected_batch_size.",
+        )
+        problems.positive("clip_norm", self.clip_norm)
+        problems.positive("noise_multiplier", self.noise_multiplier)
+        problems.count("steps", self.steps)
+        problems.require(bool(self.privacy_unit), "privacy_unit must name what is protected, got an empty text.")
+        problems.require(
+            self.adjacency in ADJACENCIES, f"adjacency must be one of {', '.join(ADJACENCIES)}, got {self.adjacency!r}."
+        )
+        problems.raise_if_any()
+
+    @property
+    def sample_rate(self) -> float:
+        """Probability with which each unit joins a step, independently of all others."""
+        return self.expected_batch_size / self.num_units
+
+    @property
+    def noise_stddev(self) -> float:
+        """Standard deviation of the noise on the sum."""
+        return self.noise_multiplier * self.clip_norm
+
+    @property
+    def epochs(self) -> float:
+        """Expected passes over the data, for display."""
+        return self.steps * self.sample_rate
+
+    @property
+    def step_event(self) -> Event:
+        """What one step costs."""
+        return Event(sample_rate=self.sample_rate, noise_multiplier=self.noise_multiplier)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> Mechanism:
+        """The inverse of ``to_dict``; refuses unknown and missing fields."""
+        try:
+            return Mechanism(**values)
+        except TypeError as error:
+            raise ArgumentError(f"not a mechanism: {error}") from error
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Guarantee:
+    """A proved upper bound: never an epsilon without its delta, adjacency, unit and accountant."""
+
+    epsilon: float
+    delta: float
+    adjacency: Adjacency
+    accountant: Literal["pld", "rdp"]
+    privacy_unit: str = "example"
+
+    def __str__(self) -> str:
+        return (
+            f"epsilon {self.epsilon:.4g} at delta {self.delta:g} "
+            f"({self.adjacency} of one {self.privacy_unit}, {self.accountant.upper()})"
+        )
