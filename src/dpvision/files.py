@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from dpvision.checks import DPVisionError
+
+_REMEDIES = {
+    errno.ENOSPC: "Free some space and try again.",
+    errno.EDQUOT: "Free some space and try again.",
+    errno.EROFS: "Choose a folder that can be written.",
+    errno.EACCES: "Check who may read and write there.",
+    errno.EPERM: "Check who may read and write there.",
+}
+
+
+@contextmanager
+def disk_errors(doing: str) -> Iterator[None]:
+    """Turn an operating-system error into one line that says what could not be done, why, and what helps."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        remedy = _REMEDIES.get(error.errno or 0, "")
+        raise DPVisionError(f"can't {doing}: {reason}. {remedy}".rstrip()) from error
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:

@@ -101,6 +101,32 @@ class Mechanism:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class OrdinaryPlan:
+    """What a run without privacy draws. It has no clip, no noise and no guarantee, so nothing can account for it."""
+
+    num_units: int
+    expected_batch_size: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        problems.count("num_units", self.num_units)
+        problems.positive("expected_batch_size", self.expected_batch_size)
+        problems.require(
+            not self.expected_batch_size > self.num_units,
+            f"expected_batch_size must be <= num_units, got {self.expected_batch_size} > {self.num_units}.",
+        )
+        problems.count("steps", self.steps)
+        problems.raise_if_any()
+
+    @property
+    def sample_rate(self) -> float:
+        """Probability with which each unit joins a step."""
+        return self.expected_batch_size / self.num_units
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Guarantee:
     """A proved upper bound: never an epsilon without its delta, adjacency, unit and accountant."""
 

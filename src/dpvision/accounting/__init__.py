@@ -1,1 +1,32 @@
+"""From a mechanism to a guarantee, and back: epsilon, calibration, planning. Imports without torch."""
 
+from __future__ import annotations
+
+from dpvision.accounting.calibrate import (
+    calibrate_expected_batch_size,
+    calibrate_noise_multiplier,
+    calibrate_steps,
+)
+from dpvision.accounting.charges import Charges
+from dpvision.accounting.guarantees import Accountant, guarantee, mechanism_guarantee, privacy_curve
+from dpvision.accounting.meaning import attack_success, cautions, describe, propose_delta
+from dpvision.accounting.meter import EpsilonMeter
+from dpvision.accounting.plan import PlanRow, plan
+
+__all__ = [
+    "Accountant",
+    "Charges",
+    "EpsilonMeter",
+    "PlanRow",
+    "attack_success",
+    "calibrate_expected_batch_size",
+    "calibrate_noise_multiplier",
+    "calibrate_steps",
+    "cautions",
+    "describe",
+    "guarantee",
+    "mechanism_guarantee",
+    "plan",
+    "privacy_curve",
+    "propose_delta",
+]

@@ -1,1 +1,36 @@
+"""Sources of pictures, one uint8 store, privacy units, and Poisson draws over them."""
 
+from dpvision.data.draws import PoissonBatch, PoissonDraws, mismatch_note
+from dpvision.data.holdout import hold_out
+from dpvision.data.known import KNOWN, KnownSet, cache_folder
+from dpvision.data.normalisation import Normalisation, fixed_normalisation
+from dpvision.data.options import LoadOptions, Progress
+from dpvision.data.pictures import load_pictures
+from dpvision.data.sources import inspect, known_sources, load, load_one
+from dpvision.data.statistics import released_normalisation
+from dpvision.data.store import ImageStore, Splits, UnitRows, dense_units, store_of_arrays
+
+__all__ = [
+    "KNOWN",
+    "ImageStore",
+    "KnownSet",
+    "LoadOptions",
+    "Normalisation",
+    "PoissonBatch",
+    "PoissonDraws",
+    "Progress",
+    "Splits",
+    "UnitRows",
+    "cache_folder",
+    "dense_units",
+    "fixed_normalisation",
+    "hold_out",
+    "inspect",
+    "known_sources",
+    "load",
+    "load_one",
+    "load_pictures",
+    "mismatch_note",
+    "released_normalisation",
+    "store_of_arrays",
+]

@@ -1,1 +1,10 @@
+"""Per-unit gradients: rules per layer, norms, clipping, the single-unit oracle, the preflight check."""
 
+from __future__ import annotations
+
+from dpvision.grads.engine import clipped_sum, clipped_sum_of_batch
+from dpvision.grads.ordinary import ordinary_gradient
+from dpvision.grads.performance import Performance
+from dpvision.grads.units import LossFunction
+
+__all__ = ["LossFunction", "Performance", "clipped_sum", "clipped_sum_of_batch", "ordinary_gradient"]

@@ -1,0 +1,61 @@
+"""What an accountant is asked about: noisy releases, and how often each was made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dpvision.checks import Problems
+from dpvision.mechanism import ADJACENCIES, Adjacency, Event
+
+Charges = Sequence[tuple[Event, int]]
+
+# Beyond these, rounding errors would decide the result, and nobody can mean them.
+SMALLEST_RATE = 1e-12
+SMALLEST_NOISE = 1e-6
+LARGEST_NOISE = 1e9
+
+
+def check_request(charges: Charges, *, delta: float, adjacency: Adjacency) -> None:
+    """Refuse whatever no accountant can answer truly; all problems in one error."""
+    problems = Problems()
+    check_delta_and_adjacency(problems, delta=delta, adjacency=adjacency)
+    for event, count in charges:
+        problems.count(f"the count of {event.purpose!r}", count, least=0)
+        problems.require(
+            SMALLEST_NOISE <= event.noise_multiplier <= LARGEST_NOISE,
+            f"noise_multiplier must lie between {SMALLEST_NOISE:g} and {LARGEST_NOISE:g}, "
+            f"got {event.noise_multiplier} ({event.purpose}): no accountant is exact beyond.",
+        )
+        problems.require(
+            event.sample_rate >= SMALLEST_RATE,
+            f"sample_rate must be >= {SMALLEST_RATE:g}, got {event.sample_rate} ({event.purpose}): "
+            "no accountant is exact below. Raise expected_batch_size.",
+        )
+    problems.raise_if_any()
+
+
+def check_delta_and_adjacency(problems: Problems, *, delta: float, adjacency: Adjacency) -> None:
+    """Note a delta outside (0, 1) and an unknown adjacency."""
+    problems.probability("delta", delta)
+    problems.require(adjacency in ADJACENCIES, f"adjacency must be one of {', '.join(ADJACENCIES)}, got {adjacency!r}.")
+
+
+def merge(charges: Charges) -> tuple[tuple[Event, int], ...]:
+    """One entry for each distinct pair of rate and noise, in a fixed order; what happened zero times is left out.
+
+    All full-batch releases (``sample_rate`` 1) become one: Gaussian releases compose exactly, their 1/σ² add up.
+    The order and the purposes of charges can't change an epsilon, not even by a rounding error.
+    """
+    counts: dict[tuple[float, float], int] = {}
+    for event, count in charges:
+        if count > 0:
+            key = (float(event.sample_rate), float(event.noise_multiplier))
+            counts[key] = counts.get(key, 0) + count
+    sampled = sorted((key, count) for key, count in counts.items() if key[0] < 1)
+    merged = [(Event(sample_rate=rate, noise_multiplier=noise), count) for (rate, noise), count in sampled]
+    precisions = [count / noise**2 for (rate, noise), count in counts.items() if rate == 1]
+    if precisions:
+        noise = 1 / math.sqrt(math.fsum(precisions))
+        merged.append((Event(sample_rate=1.0, noise_multiplier=noise), 1))
+    return tuple(merged)

@@ -1,0 +1,85 @@
+"""What an epsilon means, in plain words and in the success of attacks."""
+
+from __future__ import annotations
+
+import math
+
+from dpvision.checks import Problems
+from dpvision.mechanism import Guarantee
+
+# Largest share of 1/num_units that still counts as clearly below it.
+_CLEARLY_BELOW = 2 / 3
+_STRONG, _WEAK, _MEANINGLESS = 1.0, 10.0, 20.0
+_DISPLAY_RATE = 0.01
+
+
+def propose_delta(num_units: int) -> float:
+    """The largest power of ten that is clearly below ``1 / num_units``: 60000 → 1e-5, 1797 → 1e-4."""
+    problems = Problems()
+    problems.count("num_units", num_units)
+    problems.raise_if_any()
+    exponent = 1
+    while float(f"1e-{exponent}") * num_units > _CLEARLY_BELOW:
+        exponent += 1
+    return float(f"1e-{exponent}")
+
+
+def attack_success(guarantee: Guarantee, *, false_positive_rate: float) -> float:
+    """The most true positives that any membership test can have at this rate of false positives.
+
+    Guarantee: holds against every attacker, whatever they know, for one unit and its presence or absence.
+    """
+    problems = Problems()
+    problems.require(
+        0 <= false_positive_rate <= 1, f"false_positive_rate must lie between 0 and 1, got {false_positive_rate}."
+    )
+    problems.raise_if_any()
+    epsilon, delta = guarantee.epsilon, guarantee.delta
+    by_positives = math.exp(min(epsilon, 700.0)) * false_positive_rate + delta
+    by_negatives = 1 - math.exp(-epsilon) * (1 - delta - false_positive_rate)
+    return max(0.0, min(1.0, by_positives, by_negatives))
+
+
+def describe(guarantee: Guarantee) -> str:
+    """One sentence for a reader who has never heard of epsilon."""
+    change = {
+        "add_remove": f"adding or removing one {guarantee.privacy_unit}",
+        "zero_out": f"blanking out one {guarantee.privacy_unit}",
+        "replace_one": f"replacing one {guarantee.privacy_unit} by another",
+    }[guarantee.adjacency]
+    success = attack_success(guarantee, false_positive_rate=_DISPLAY_RATE)
+    factor = math.exp(min(guarantee.epsilon, 700.0))
+    return (
+        f"Except with probability {guarantee.delta:g}, {change} makes no result more than {factor:,.3g} times as "
+        f"likely; an attacker who may wrongly accuse 1 in 100 outsiders finds at most {100 * success:.3g} in 100 "
+        f"members (epsilon {guarantee.epsilon:.4g}, {_strength(guarantee.epsilon)})."
+    )
+
+
+def cautions(guarantee: Guarantee, *, num_units: int) -> tuple[str, ...]:
+    """What a reader must be warned of, each as one sentence; empty if nothing."""
+    problems = Problems()
+    problems.count("num_units", num_units)
+    problems.raise_if_any()
+    found: list[str] = []
+    if guarantee.delta * num_units >= 1:
+        found.append(
+            f"delta {guarantee.delta:g} is not below 1/num_units ({1 / num_units:.3g}): publishing one "
+            f"{guarantee.privacy_unit} at random would satisfy it. Use {propose_delta(num_units):g} or less."
+        )
+    if guarantee.epsilon >= _MEANINGLESS:
+        found.append(
+            f"epsilon {guarantee.epsilon:.4g} is so large that it promises next to nothing: the bound alone lets an "
+            "attacker recognise practically every member. Aim for 10 or less."
+        )
+    elif guarantee.epsilon > _WEAK:
+        found.append(f"epsilon {guarantee.epsilon:.4g} is a weak promise. Aim for 10 or less.")
+    return tuple(found)
+
+
+def _strength(epsilon: float) -> str:
+    if epsilon <= _STRONG:
+        return "a strong guarantee"
+    if epsilon <= _WEAK:
+        return "a moderate guarantee"
+    return "a weak guarantee" if epsilon < _MEANINGLESS else "practically no guarantee"

@@ -1,0 +1,103 @@
+"""Noise, batch and steps at one target epsilon, before anything is spent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from dpvision.accounting.calibrate import calibrate_noise_multiplier
+from dpvision.accounting.charges import Charges
+from dpvision.accounting.guarantees import guarantee
+from dpvision.checks import ArgumentError, Problems
+from dpvision.mechanism import Adjacency, Event, Guarantee
+
+DEFAULT_EPOCHS = (10.0, 30.0, 100.0)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """One way to spend the budget."""
+
+    num_units: int
+    expected_batch_size: float
+    steps: int
+    noise_multiplier: float
+    guarantee: Guarantee
+
+    @property
+    def sample_rate(self) -> float:
+        """Probability with which each unit joins a step."""
+        return self.expected_batch_size / self.num_units
+
+    @property
+    def epochs(self) -> float:
+        """Expected passes over the data."""
+        return self.steps * self.sample_rate
+
+    @property
+    def effective_noise(self) -> float:
+        """Noise on the mean gradient, in units of the clip norm: ``noise_multiplier / expected_batch_size``."""
+        return self.noise_multiplier / self.expected_batch_size
+
+
+def plan(
+    *,
+    num_units: int,
+    target_epsilon: float,
+    delta: float,
+    expected_batch_sizes: Sequence[float] = (),
+    epochs: Sequence[float] = (),
+    steps: Sequence[int] = (),
+    adjacency: Adjacency = "add_remove",
+    extra: Charges = (),
+) -> Iterator[PlanRow]:
+    """A row for every pair of batch size and length, each calibrated to the target, one by one as they are found.
+
+    Lengths are ``epochs`` or ``steps``, not both; without either, and without batch sizes, usual ones are taken.
+
+    Guarantee: no row exceeds ``target_epsilon``.
+    """
+    batches = tuple(expected_batch_sizes) or default_batch_sizes(num_units)
+    _check_lists(num_units, batches, epochs, steps)
+    for batch in batches:
+        counts = steps or [max(1, round(passes * num_units / batch)) for passes in epochs or DEFAULT_EPOCHS]
+        for count in counts:
+            noise = calibrate_noise_multiplier(
+                num_units=num_units,
+                expected_batch_size=batch,
+                steps=count,
+                target_epsilon=target_epsilon,
+                delta=delta,
+                adjacency=adjacency,
+                extra=extra,
+            )
+            event = Event(sample_rate=batch / num_units, noise_multiplier=noise)
+            spent = guarantee([(event, count), *extra], delta=delta, adjacency=adjacency)
+            yield PlanRow(
+                num_units=num_units, expected_batch_size=batch, steps=count, noise_multiplier=noise, guarantee=spent
+            )
+
+
+def default_batch_sizes(num_units: int) -> tuple[float, ...]:
+    """Powers of four from about a two-hundredth of the units to all of them: 256, 1024, 4096, 16384 for 50000."""
+    problems = Problems()
+    problems.count("num_units", num_units)
+    problems.raise_if_any()
+    sizes = [float(4**power) for power in range(2, 16) if num_units / 256 <= 4**power <= num_units / 2]
+    return tuple(sizes) or (float(num_units),)
+
+
+def _check_lists(num_units: int, batches: Sequence[float], epochs: Sequence[float], steps: Sequence[int]) -> None:
+    problems = Problems()
+    problems.count("num_units", num_units)
+    for batch in batches:
+        problems.positive("expected_batch_size", batch)
+    for passes in epochs:
+        problems.positive("epochs", passes)
+    for count in steps:
+        problems.count("steps", count)
+    problems.raise_if_any()
+    if epochs and steps:
+        raise ArgumentError("plan takes epochs or steps, got both. Leave one of them out.")

@@ -1,0 +1,102 @@
+"""From flags, recipes and files to a configuration."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dpvision.checks import ArgumentError
+from dpvision.config import RunConfig, parse_config
+
+
+def build_config(
+    *,
+    recipe: str | None,
+    file: Path | None,
+    given: Mapping[str, Any],
+    model: str | None,
+    options: Mapping[str, Any],
+) -> RunConfig:
+    """A recipe or a file as the base, flags on top."""
+    values = _base(recipe, file)
+    for section, entries in given.items():
+        if isinstance(entries, Mapping):
+            chosen = {name: value for name, value in entries.items() if value is not None}
+            if chosen:
+                values[section] = {**(values.get(section) or {}), **chosen}
+        elif entries is not None:
+            values[section] = entries
+    if model is not None:
+        values["model"] = {"name": model, "options": dict(options)}
+    elif options:
+        values["model"] = _with_options(values.get("model"), options)
+    data = values.setdefault("data", {})
+    if "source" not in data:
+        raise ArgumentError("name what to train on: a folder, an .npz file, a known dataset, or --recipe NAME.")
+    if data["source"] != "" and "name" not in values:
+        values["name"] = Path(data["source"]).stem or "run"
+    _reopen_noise(values, given)
+    values.setdefault("privacy", {})
+    return parse_config(values)
+
+
+def _base(recipe: str | None, file: Path | None) -> dict[str, Any]:
+    if recipe is not None and file is not None:
+        raise ArgumentError("give --recipe or --config, not both.")
+    if recipe is not None:
+        from dpvision.recipes import find_recipe
+
+        return find_recipe(recipe).config.model_dump(mode="json")
+    if file is None:
+        return {}
+    try:
+        return tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ArgumentError(f"can't read --config {file}: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"--config {file} is not TOML: {error}.") from error
+
+
+def _reopen_noise(values: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """A target on the command line replaces the base's noise, unless the command line gives both."""
+    asked = given["privacy"]
+    if asked["target_epsilon"] is not None and asked["noise_multiplier"] is None:
+        values["privacy"].pop("noise_multiplier", None)
+
+
+def _with_options(model: Mapping[str, Any] | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    if model is None:
+        raise ArgumentError("--option needs --model or a recipe that names one.")
+    return {"name": model["name"], "options": {**model.get("options", {}), **options}}
+
+
+def parse_options(texts: list[str] | None) -> dict[str, bool | int | float | str]:
+    """``name=value`` pairs; numbers and true/false become what they look like."""
+    options: dict[str, bool | int | float | str] = {}
+    for text in texts or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ArgumentError(f"--option must look like name=value, got {text!r}.")
+        options[name] = _value(value)
+    return options
+
+
+def _value(text: str) -> bool | int | float | str:
+    if text in {"true", "false"}:
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def free_folder(parent: Path, name: str) -> Path:
+    """The first of NAME-1, NAME-2 … that does not exist."""
+    number = 1
+    while (parent / f"{name}-{number}").exists():
+        number += 1
+    return parent / f"{name}-{number}"

@@ -1,0 +1,141 @@
+"""``dpvision train`` and ``dpvision resume``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dpvision.cli.output import print_json, user_errors
+
+if TYPE_CHECKING:
+    from dpvision.training import RunResult
+
+INTERRUPTED = 130
+Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON on stdout.")]
+
+
+def train(
+    source: Annotated[
+        str | None,
+        typer.Argument(help="A folder of class folders, an .npz file, or mnist, fashionmnist, cifar10, cifar100, digits."),
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help="A named setting; `dpvision recipes` lists them.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with the fields of a run.")] = None,
+    target_epsilon: Annotated[float | None, typer.Option(help="The wall: no step crosses it.")] = None,
+    delta: Annotated[float | None, typer.Option(help="Default: a power of ten below 1 / num_units.")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="Default: calibrated to target_epsilon.")] = None,
+    expected_batch_size: Annotated[float | None, typer.Option(help="Mean size of a Poisson draw.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Noisy releases.")] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="L2 bound on one unit's gradient.")] = None,
+    num_units: Annotated[int | None, typer.Option(help="Declared number of privacy units.")] = None,
+    test: Annotated[str | None, typer.Option(help="A public test set; else a part is held out.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model's name; `dpvision models` lists them.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="A model's option, as name=value.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="sgd, adam, adamw, nadam or rmsprop.")] = None,
+    learning_rate: Annotated[float | None, typer.Option()] = None,
+    momentum: Annotated[float | None, typer.Option()] = None,
+    image_size: Annotated[int | None, typer.Option(help="Shorter side after resizing, then cropped square.")] = None,
+    normalisation: Annotated[str | None, typer.Option(help="auto, published, fixed, none or released.")] = None,
+    unit_column: Annotated[str | None, typer.Option(help="Array or CSV column that names the owner of a row.")] = None,
+    unit_csv: Annotated[Path | None, typer.Option(help="CSV of file and unit.")] = None,
+    unit_folder_level: Annotated[int | None, typer.Option(help="Which folder of a path names the unit.")] = None,
+    rows_per_unit: Annotated[int | None, typer.Option(help="At most so many rows of a unit in a step.")] = None,
+    privacy_unit: Annotated[str | None, typer.Option(help="What a unit is, in a word: example, patient …")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where known datasets lie.")] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip and count pictures that can't be read.")] = False,
+    no_privacy: Annotated[bool, typer.Option("--no-privacy", help="Ordinary training: no guarantee at all.")] = False,
+    evaluations: Annotated[int | None, typer.Option(help="Points of the curve on the public test set.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between two checkpoints.")] = None,
+    microbatch_size: Annotated[int | None, typer.Option(help="Units at a time: memory and speed only.")] = None,
+    unsafe_seed: Annotated[int | None, typer.Option(help="Repeatable noise, for experiments: not for release.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME-1, -2 …")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json: Json = False,
+) -> None:
+    """Train privately: pictures in; model, certificate and report out.
+
+    Example: dpvision train ./scans --target-epsilon 3
+    """
+    given = {
+        "data": {
+            "source": source,
+            "test": test,
+            "image_size": image_size,
+            "normalisation": normalisation,
+            "unit_column": unit_column,
+            "unit_csv": _text(unit_csv),
+            "unit_folder_level": unit_folder_level,
+            "rows_per_unit": rows_per_unit,
+            "data_dir": _text(data_dir),
+            "skip_bad": skip_bad or None,
+        },
+        "privacy": {
+            "enabled": False if no_privacy else None,
+            "target_epsilon": target_epsilon,
+            "delta": delta,
+            "noise_multiplier": noise_multiplier,
+            "expected_batch_size": expected_batch_size,
+            "steps": steps,
+            "clip_norm": clip_norm,
+            "num_units": num_units,
+            "privacy_unit": privacy_unit,
+        },
+        "optimizer": {"name": optimizer, "learning_rate": learning_rate, "momentum": momentum},
+        "performance": {"microbatch_size": microbatch_size},
+        "evaluations": evaluations,
+        "checkpoint_every": checkpoint_every,
+    }
+    with user_errors():
+        from dpvision.cli.settings import build_config, free_folder, parse_options
+        from dpvision.training import train as train_run
+
+        run_config = build_config(recipe=recipe, file=config, given=given, model=model, options=parse_options(option))
+        folder = output or free_folder(Path("runs"), run_config.name)
+        _finish(train_run(run_config, run=folder, seed=unsafe_seed, device=device, watcher=_watcher()), json=json)
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(help="The folder of a run that was stopped.")],
+    fork: Annotated[
+        bool, typer.Option("--fork", help="Go on although the data changed: other noise, charged again.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json: Json = False,
+) -> None:
+    """Go on with a run that was interrupted.
+
+    Example: dpvision resume runs/demo-1
+    """
+    with user_errors():
+        from dpvision.training import resume as resume_run
+
+        _finish(resume_run(run, allow_fork=fork, device=device, watcher=_watcher()), json=json)
+
+
+def _watcher() -> Any:
+    from dpvision.cli.progress import TerminalProgress
+
+    return TerminalProgress()
+
+
+def _finish(result: RunResult, *, json: bool) -> None:
+    """Write the report, print the figures, and say how to go on if the run is not done."""
+    from dpvision.report import summary_lines, write_report
+
+    report = write_report(result.run)
+    figures = {**result.figures(), "report": str(report), "run": str(result.run)}
+    if json:
+        print_json(figures)
+    else:
+        for line in summary_lines(result.certificate, result.metrics):
+            typer.echo(line)
+        typer.echo(f"report: {report}")
+    if not result.finished:
+        typer.echo(f"stopped before the plan was done; go on with: dpvision resume {result.run}", err=True)
+        raise typer.Exit(INTERRUPTED)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

@@ -1,0 +1,50 @@
+"""``dpvision verify``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dpvision.cli.output import print_json, printable, user_errors
+
+if TYPE_CHECKING:
+    from dpvision.verify import Verification
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(help="A run folder, its release folder, or a certificate beside its ledger.")],
+    json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON on stdout.")] = False,
+) -> None:
+    """Recompute epsilon from the ledger alone, and name whatever was changed.
+
+    Exit code 0: all is in order. 1: problems, one a line. 2: nothing to verify there.
+    """
+    from dpvision.verify import verify as check
+
+    with user_errors():
+        found = check(path)
+    if json:
+        print_json(found.to_dict())
+    else:
+        for line in _lines(found):
+            typer.echo(printable(line))
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _lines(found: Verification) -> list[str]:
+    lines = [f"PROBLEM: {problem}" for problem in found.problems]
+    if found.epsilon is not None and found.epsilon_rdp is not None:
+        lines.append(
+            f"The ledger's {found.steps} steps spend epsilon {found.epsilon:.6g} by PLD "
+            f"({found.epsilon_rdp:.6g} by RDP) at delta {found.delta:g}, {found.adjacency} of one {found.privacy_unit}."
+        )
+    if not found.ok:
+        return [
+            *lines,
+            f"{len(found.problems)} problem{'s' * (len(found.problems) != 1)}: do not rely on this release.",
+        ]
+    lines += [f"Not for release: {stamp}" for stamp in found.stamps]
+    return [*lines, "In order: the files are as they were written, and the certificate claims what the ledger shows."]

@@ -1,0 +1,147 @@
+"""A run as a typed value. What is None is still open; ``training.prepare`` fills it in before anything is spent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal, final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dpvision.checks import ArgumentError
+from dpvision.grads import Performance
+from dpvision.mechanism import Adjacency, Mechanism, OrdinaryPlan
+from dpvision.optim import AveragingSettings, OptimizerSettings, ScheduleSettings
+
+Option = bool | int | float | str
+
+
+class _Settings(BaseModel):
+    """Frozen, and strict about unknown keys: a typo is an error, not a default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+@final
+class DataConfig(_Settings):
+    """Where the pictures come from, and what a privacy unit is. ``mean`` and ``std`` are written by the run itself."""
+
+    source: str
+    test: str | None = None
+    data_dir: str | None = None
+    image_size: int | None = Field(default=None, ge=4, le=1024)
+    channels: Literal[1, 3] | None = None
+    skip_bad: bool = False
+    holdout_fraction: float = Field(default=0.1, gt=0, lt=1)
+    normalisation: Literal["auto", "published", "fixed", "none", "released"] = "auto"
+    statistics_noise_multiplier: float = Field(default=8.0, gt=0)
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    unit_column: str | None = None
+    unit_csv: str | None = None
+    unit_folder_level: int | None = None
+    rows_per_unit: int = Field(default=1, ge=1)
+
+
+@final
+class ModelConfig(_Settings):
+    """A name of the catalogue and its options."""
+
+    name: str
+    options: dict[str, Option] = {}
+
+
+@final
+class PrivacyConfig(_Settings):
+    """The mechanism, or what is known of it so far.
+
+    ``target_epsilon`` is a wall: no step may be taken that would cross it.
+    """
+
+    enabled: bool = True
+    target_epsilon: float | None = Field(default=None, gt=0)
+    delta: float | None = Field(default=None, gt=0, lt=1)
+    noise_multiplier: float | None = Field(default=None, gt=0)
+    expected_batch_size: float | None = Field(default=None, gt=0)
+    steps: int | None = Field(default=None, ge=1)
+    clip_norm: float | None = Field(default=None, gt=0)
+    num_units: int | None = Field(default=None, ge=1)
+    privacy_unit: str = "example"
+    adjacency: Adjacency = "add_remove"
+
+    @model_validator(mode="after")
+    def _names_a_budget(self) -> PrivacyConfig:
+        if self.enabled and self.target_epsilon is None and self.noise_multiplier is None:
+            raise ValueError("a private run needs target_epsilon or noise_multiplier")
+        return self
+
+
+@final
+class RunConfig(_Settings):
+    """Everything that decides what a run computes, and nothing secret: it is part of the release."""
+
+    name: str = "run"
+    data: DataConfig
+    model: ModelConfig | None = None
+    privacy: PrivacyConfig
+    optimizer: OptimizerSettings | None = None
+    schedule: ScheduleSettings = ScheduleSettings()
+    averaging: AveragingSettings = AveragingSettings()
+    evaluations: int = Field(default=10, ge=1)
+    checkpoint_every: int = Field(default=50, ge=1)
+    performance: Performance = Performance()
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The mechanism of a resolved, private configuration."""
+        if not self.privacy.enabled:
+            raise ArgumentError("a run without privacy has no mechanism.")
+        self._require_resolved("num_units", "expected_batch_size", "clip_norm", "noise_multiplier", "steps")
+        return Mechanism(**self.privacy.model_dump(exclude={"enabled", "target_epsilon", "delta"}))
+
+    @property
+    def plan(self) -> Mechanism | OrdinaryPlan:
+        """What is drawn and how often, with privacy or without."""
+        if self.privacy.enabled:
+            return self.mechanism
+        self._require_resolved("num_units", "expected_batch_size", "steps")
+        return OrdinaryPlan(**self.privacy.model_dump(include={"num_units", "expected_batch_size", "steps"}))
+
+    def _require_resolved(self, *names: str) -> None:
+        still_open = [name for name in names if getattr(self.privacy, name) is None]
+        if still_open:
+            raise ArgumentError(f"the configuration is not resolved: {', '.join(still_open)} still open.")
+
+    def to_json(self) -> str:
+        """Canonical JSON: equal configurations give equal text."""
+        return json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
+
+    def digest(self) -> str:
+        """SHA-256 of what was configured; constants that the run itself released are left out."""
+        configured = self.with_normalisation(None, None)
+        return hashlib.sha256(configured.to_json().encode()).hexdigest()
+
+    def with_normalisation(self, mean: tuple[float, ...] | None, std: tuple[float, ...] | None) -> RunConfig:
+        """The same configuration with these constants for the pixels."""
+        return self.model_copy(update={"data": self.data.model_copy(update={"mean": mean, "std": std})})
+
+
+def parse_config(values: dict[str, Any] | str | bytes) -> RunConfig:
+    """A configuration from JSON text or plain values; all problems in one line."""
+    try:
+        if isinstance(values, dict):
+            return RunConfig.model_validate(values)
+        return RunConfig.model_validate_json(values)
+    except ValidationError as error:
+        raise ArgumentError(one_line(error)) from error
+
+
+def one_line(error: ValidationError) -> str:
+    """A pydantic error as one line: where, what, and the value."""
+    parts = []
+    for problem in error.errors(include_url=False):
+        where = ".".join(str(part) for part in problem["loc"]) or "configuration"
+        value = problem.get("input")
+        shown = f", got {value!r}" if isinstance(value, (int, float, str)) else ""
+        parts.append(f"{where}: {problem['msg']}{shown}")
+    return "; ".join(parts)

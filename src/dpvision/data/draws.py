@@ -1,0 +1,190 @@
+"""Poisson draws over privacy units: who joins a step is decided for each unit alone, at a public rate.
+
+Shapes: D drawn units, U units of a micro-batch, R rows per unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dpvision.checks import Problems
+from dpvision.data.normalisation import Normalisation
+from dpvision.data.store import ImageStore
+from dpvision.flow import Microbatch, Sampling
+from dpvision.keys import Keys
+from dpvision.mechanism import Mechanism
+
+WORD_RANGE = 2**64
+NO_ROW = -1
+LARGE_MISMATCH = 0.1
+
+
+@final
+class PoissonDraws:
+    """The draws of one run.
+
+    Guarantee: in each step each unit of the store joins with probability ``mechanism.sample_rate`` (rounded down to a
+    multiple of 2⁻⁶⁴), independently of all other units and steps, up to the security of the keys. The rate comes from
+    the mechanism alone; the store decides nothing. A unit gives at most ``rows_per_unit`` rows, chosen by its own part
+    of the stream, so that neither its presence nor its size changes what the other units give.
+    """
+
+    def __init__(
+        self,
+        *,
+        mechanism: Mechanism,
+        store: ImageStore,
+        normalisation: Normalisation,
+        keys: Keys,
+        rows_per_unit: int = 1,
+        device: torch.device | str = "cpu",
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> None:
+        problems = Problems()
+        problems.count("rows_per_unit", rows_per_unit)
+        problems.raise_if_any()
+        self._sampling = Sampling("poisson", mechanism.sample_rate)
+        self._num_units = store.num_units
+        self._unit_rows = store.rows_of_units
+        self._keys = keys
+        self._rows_per_unit = rows_per_unit
+        self._pictures = _Pictures(
+            images=store.images.to(device),
+            labels=store.labels.to(device),
+            normalisation=normalisation.for_channels(store.image_shape[0]),
+            memory_format=memory_format,
+        )
+
+    @property
+    def sampling(self) -> Sampling:
+        """How every batch is drawn."""
+        return self._sampling
+
+    def units(self, step: int) -> NDArray[np.int64]:
+        """The units that join ``step``, in ascending order. Sensitive."""
+        words = self._keys.bits(self._num_units, "sampling", step)
+        return np.flatnonzero(joins(words, self._sampling.sample_rate))
+
+    def batch(self, step: int) -> PoissonBatch:
+        """The draw of ``step``: the same whenever it is asked for."""
+        units = self.units(step)
+        rows_DR = self._rows(units, step)
+        return PoissonBatch(self._sampling, self._pictures, rows_DR, _row_weights(rows_DR))
+
+    def _rows(self, units: NDArray[np.int64], step: int) -> NDArray[np.int64]:
+        offsets, order = self._unit_rows
+        first_D, count_D = offsets[units], offsets[units + 1] - offsets[units]
+        places_DR = np.broadcast_to(np.arange(self._rows_per_unit), (len(units), self._rows_per_unit)).copy()
+        crowded = count_D > self._rows_per_unit
+        if crowded.any():
+            # Unit u owns words u·R … u·R + R - 1 of this step, whoever else is there.
+            words = self._keys.bits(self._num_units * self._rows_per_unit, "rows", step)
+            own_words = words.reshape(-1, self._rows_per_unit)[units[crowded]]
+            places_DR[crowded] = choose_without_replacement(own_words, count_D[crowded])
+        there_DR = places_DR < count_D[:, None]
+        rows_DR = np.full(places_DR.shape, NO_ROW, dtype=np.int64)
+        rows_DR[there_DR] = order[(first_D[:, None] + places_DR)[there_DR]]
+        return rows_DR
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PoissonBatch:
+    """One draw, whole: it can be cut into micro-batches of any size, any number of times. Sensitive."""
+
+    sampling: Sampling
+    _pictures: _Pictures
+    _rows_DR: NDArray[np.int64]
+    _weights_DR: NDArray[np.float32]
+
+    def __repr__(self) -> str:
+        return f"PoissonBatch({self.sampling}, sensitive)"
+
+    def microbatches(self, units: int) -> Iterator[Microbatch]:
+        """The draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""
+        problems = Problems()
+        problems.count("units", units)
+        problems.raise_if_any()
+        for start in range(0, len(self._rows_DR), units):
+            rows_UR, weights_UR = self._rows_DR[start : start + units], self._weights_DR[start : start + units]
+            padding = ((0, units - len(rows_UR)), (0, 0))
+            yield self._pictures.gather(
+                np.pad(rows_UR, padding, constant_values=NO_ROW), np.pad(weights_UR, padding, constant_values=0)
+            )
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pictures:
+    """The store on its device, and how its bytes become inputs."""
+
+    images: Tensor
+    labels: Tensor
+    normalisation: Normalisation
+    memory_format: torch.memory_format
+
+    def gather(self, rows_UR: NDArray[np.int64], weights_UR: NDArray[np.float32]) -> Microbatch:
+        rows = rows_UR.reshape(-1)
+        index = torch.from_numpy(np.maximum(rows, 0)).to(self.images.device)
+        inputs = self.normalisation.apply(self.images.index_select(0, index), memory_format=self.memory_format)
+        targets = self.labels.index_select(0, index)
+        absent = np.flatnonzero(rows == NO_ROW)
+        if len(absent):
+            # Zeros, so that a padding row can't carry anybody's picture or label anywhere, nor be infinite.
+            where = torch.from_numpy(absent).to(index.device)
+            inputs, targets = inputs.index_fill_(0, where, 0.0), targets.index_fill_(0, where, 0)
+        return Microbatch(inputs, targets, torch.from_numpy(weights_UR).to(index.device))
+
+
+def joins(words: NDArray[np.uint64], sample_rate: float) -> NDArray[np.bool_]:
+    """Which of the uniform 64-bit words fall below ``sample_rate``: exactly floor(sample_rate · 2⁶⁴) of all words."""
+    numerator, denominator = sample_rate.as_integer_ratio()
+    threshold = numerator * WORD_RANGE // denominator
+    if threshold >= WORD_RANGE:
+        return np.ones(len(words), dtype=np.bool_)
+    return words < np.uint64(threshold)
+
+
+def choose_without_replacement(words: NDArray[np.uint64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each row of ``words`` (n, m): m different numbers below its count, every set of m equally likely.
+
+    Floyd's method, all rows at once. Each count must be at least m; the bias of a remainder of 64 bits is below
+    count · 2⁻⁶⁴ and touches no guarantee, which holds for any choice of rows.
+    """
+    picks = words.shape[1]
+    chosen = np.full(words.shape, -1, dtype=np.int64)
+    for pick in range(picks):
+        last = counts - picks + pick
+        candidate = (words[:, pick] % (last + 1).astype(np.uint64)).astype(np.int64)
+        taken = (chosen == candidate[:, None]).any(axis=1)
+        chosen[:, pick] = np.where(taken, last, candidate)
+    return chosen
+
+
+def mismatch_note(store: ImageStore, mechanism: Mechanism) -> str | None:
+    """What to tell whoever declared a number of units far from what the store holds; None if it is near.
+
+    A note, never an error: what a run does must not depend on how many units there are.
+    """
+    found, declared = store.num_units, mechanism.num_units
+    if abs(found - declared) <= LARGE_MISMATCH * declared:
+        return None
+    return (
+        f"num_units is declared as {declared}, but the data holds {found} units: each still joins a step with "
+        f"probability {mechanism.sample_rate:g}, so about {found * mechanism.sample_rate:g} units join, while the sum "
+        f"is divided by {mechanism.expected_batch_size:g}. The guarantee holds; declare a rounder, nearer number."
+    )
+
+
+def _row_weights(rows_DR: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Equal shares for the rows that are there: they sum to one in each unit that has rows."""
+    there_DR = rows_DR != NO_ROW
+    count_D = np.maximum(there_DR.sum(axis=1, keepdims=True), 1)
+    return (there_DR / count_D).astype(np.float32)

@@ -1,0 +1,232 @@
+"""Picture files into bytes of one shape. A file is hostile until decoded: limits first, and every failure is named."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from dpvision.checks import ArgumentError, DataError
+from dpvision.data.options import Progress
+from dpvision.data.resizing import cover_box
+from dpvision.data.wording import bad_files_text, printable, shown
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"})
+FORMATS = ("PNG", "JPEG", "MPO", "BMP", "TIFF", "WEBP")
+# A picture of this many pixels is a decompression bomb or a mistake; it is Pillow's own warning limit.
+MAX_PIXELS = 89_478_485
+GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"})
+SIXTEEN_BIT = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
+_ORIENTATION_TAG = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+MAX_WORKERS = 8
+Result = TypeVar("Result")
+
+
+@final
+@dataclass(frozen=True)
+class Looks:
+    """What a picture's header says."""
+
+    height: int
+    width: int
+    grey: bool
+
+
+class _BadPicture(Exception):
+    """Why a picture can't be used."""
+
+
+def is_picture(path: Path) -> bool:
+    """Whether the name is that of a picture; hidden files are none."""
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+
+
+def look(path: Path) -> Looks:
+    """Size and kind of a picture, from its header."""
+    with _opened(path) as picture:
+        width, height = picture.size
+        if _orientation(picture) >= 5:
+            width, height = height, width
+        return Looks(height, width, picture.mode in GREY_MODES)
+
+
+def decode(path: Path, *, image_shape: tuple[int, int, int], squash: bool = False) -> NDArray[np.uint8]:
+    """One picture as bytes (C, H, W): turned upright, made grey or colour, scaled to cover the shape and cropped.
+
+    Transparent parts are laid over black; 16-bit values are scaled from their full range.
+    """
+    channels, *size = image_shape
+    with _opened(path) as picture:
+        picture.load()
+        flat = _flattened(picture).convert("L" if channels == 1 else "RGB")
+        if (turn := _TURNS.get(_orientation(picture))) is not None:
+            flat = flat.transpose(turn)
+    wanted = (size[0], size[1])
+    if (flat.height, flat.width) != wanted:
+        box = (0, 0, flat.width, flat.height) if squash else cover_box(flat.height, flat.width, wanted)
+        flat = flat.resize((wanted[1], wanted[0]), Image.Resampling.BILINEAR, box=box)
+    return np.asarray(flat).reshape(*size, channels).transpose(2, 0, 1)
+
+
+def for_each(
+    work: Callable[[int], Result], count: int, *, what: str, progress: Progress | None = None
+) -> list[Result | str]:
+    """``work`` on every number below ``count`` in a few threads, in order: its result, or why the picture is bad."""
+    workers = min(MAX_WORKERS, os.cpu_count() or 1)
+    results: list[Result | str] = []
+    with _pillow_manners(), ThreadPoolExecutor(workers, thread_name_prefix="dpvision-pictures") as pool:
+        try:
+            for result in pool.map(lambda row: _tried(work, row), range(count)):
+                results.append(result)
+                if progress is not None:
+                    progress(what, len(results), count)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    return results
+
+
+def decode_all(
+    paths: Sequence[Path],
+    names: Sequence[str],
+    *,
+    image_shape: tuple[int, int, int],
+    squash: bool = False,
+    skip_bad: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Tensor, list[int], tuple[tuple[str, str], ...]]:
+    """Pictures as one uint8 tensor, which of the paths they are, and what was skipped and why."""
+    pixels = _reserved(len(paths), image_shape)
+
+    def fill(row: int) -> None:
+        pixels[row] = decode(paths[row], image_shape=image_shape, squash=squash)
+
+    reasons = for_each(fill, len(paths), what="reading pictures", progress=progress)
+    bad = tuple((name, reason) for name, reason in zip(names, reasons, strict=True) if reason is not None)
+    if bad and not skip_bad:
+        raise DataError(
+            f"{len(bad)} of {len(paths)} pictures can't be read: {bad_files_text(bad)}. "
+            "Repair or remove them, or leave them out with skip_bad."
+        )
+    good = [row for row, reason in enumerate(reasons) if reason is None]
+    return torch.from_numpy(pixels[good] if bad else pixels), good, bad
+
+
+def load_pictures(
+    paths: Sequence[Path | str],
+    *,
+    image_shape: tuple[int, int, int],
+    squash: bool = False,
+    skip_bad: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Tensor, tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """Pictures, and all pictures below folders, as uint8 (N, C, H, W); their names; and (name, reason) of the skipped.
+
+    A file that is named is tried whatever its suffix; below a folder only files with a picture's suffix count.
+    """
+    found = [file for path in paths for file in _expanded(Path(path))]
+    if not found:
+        raise DataError(f"no pictures given: name files or folders with {', '.join(sorted(SUFFIXES))} files.")
+    names = [printable(path) for path in found]
+    pixels, good, bad = decode_all(
+        found, names, image_shape=image_shape, squash=squash, skip_bad=skip_bad, progress=progress
+    )
+    return pixels, tuple(names[row] for row in good), bad
+
+
+def _expanded(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if is_picture(file) and file.is_file())
+    if not path.exists():
+        raise DataError(f"{shown(path)} does not exist.")
+    return [path]
+
+
+def _reserved(rows: int, image_shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    if len(image_shape) != 3 or image_shape[0] not in (1, 3) or min(image_shape) < 1:
+        raise ArgumentError(f"image_shape must be (1 or 3, height, width), got {image_shape}.")
+    try:
+        return np.zeros((rows, *image_shape), dtype=np.uint8)
+    except MemoryError as error:
+        raise DataError(f"{rows} pictures of {image_shape} don't fit into memory. Lower image_size.") from error
+
+
+def _tried(work: Callable[[int], Result], row: int) -> Result | str:
+    try:
+        return work(row)
+    except _BadPicture as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - decoders raise anything on hostile bytes; the reason is reported
+        return shown(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def _pillow_manners() -> Iterator[None]:
+    """Bombs are errors and other remarks about files are silent, for all threads; set once, around the pool."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"PIL(\.|$)")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        yield
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    try:
+        picture = Image.open(path, formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise _BadPicture("empty file" if path.stat().st_size == 0 else "not a picture of a known format") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _BadPicture(f"more than {MAX_PIXELS} pixels") from error
+    with picture:
+        if picture.width * picture.height > MAX_PIXELS:
+            raise _BadPicture(f"more than {MAX_PIXELS} pixels")
+        frames = getattr(picture, "n_frames", 1)
+        if frames > 1 and picture.format != "MPO":
+            raise _BadPicture(f"{frames} frames or pages; store each as a picture of its own")
+        yield picture
+
+
+def _orientation(picture: Image.Image) -> int:
+    # A PNG tells its EXIF only after decoding unless it comes first; nearly none has any.
+    if picture.format == "PNG" and "exif" not in picture.info:
+        return 1
+    value: Any = picture.getexif().get(_ORIENTATION_TAG, 1)
+    return value if isinstance(value, int) else 1
+
+
+def _flattened(picture: Image.Image) -> Image.Image:
+    """8 bits, no transparency."""
+    if picture.mode == "F":
+        raise _BadPicture("floating-point pixels, whose range nobody knows; store 8 or 16 bits")
+    if picture.mode in SIXTEEN_BIT:
+        return _eight_bits(picture)
+    if picture.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in picture.info:
+        layer = picture.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", layer.size, (0, 0, 0, 255)), layer)
+    return picture if picture.mode in ("L", "RGB") else picture.convert("L" if picture.mode == "1" else "RGB")
+
+
+def _eight_bits(picture: Image.Image) -> Image.Image:
+    values = np.asarray(picture).astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise _BadPicture("pixels outside 16 bits")
+    return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))

@@ -1,0 +1,167 @@
+"""One dataset in memory: uint8 pictures, their labels, and which privacy unit owns each row."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dpvision.checks import DataError
+from dpvision.data.normalisation import Normalisation
+
+
+class UnitRows(NamedTuple):
+    """Rows grouped by unit: unit ``u`` owns ``order[offsets[u]:offsets[u + 1]]``."""
+
+    offsets: NDArray[np.int64]
+    order: NDArray[np.int64]
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """How many rows each unit owns."""
+        return np.diff(self.offsets)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ImageStore:
+    """Pictures of one shape with labels and privacy units. Sensitive, unless its owner declares it public.
+
+    ``images`` is uint8 (rows, channels, height, width); ``labels`` and ``unit_of_row`` are int64 (rows,). Units are
+    numbered 0 … num_units - 1 in the order in which they first appear.
+    """
+
+    images: Tensor
+    labels: Tensor
+    class_names: tuple[str, ...]
+    unit_of_row: Tensor
+    name: str
+    row_names: Sequence[str]
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        rows = len(self.images)
+        if self.images.dtype != torch.uint8 or self.images.ndim != 4:
+            raise DataError(f"images must be uint8 (N, C, H, W), got {self.images.dtype} {tuple(self.images.shape)}.")
+        for name, values in (("labels", self.labels), ("unit_of_row", self.unit_of_row)):
+            if values.dtype != torch.int64 or values.shape != (rows,):
+                raise DataError(f"{name} must be int64 ({rows},), got {values.dtype} {tuple(values.shape)}.")
+        if len(self.row_names) != rows:
+            raise DataError(f"row_names must name {rows} rows, got {len(self.row_names)}.")
+        if rows and not (int(self.labels.min()) >= 0 and int(self.labels.max()) < self.num_classes):
+            raise DataError(
+                f"labels must lie in 0..{self.num_classes - 1}, got {int(self.labels.min())}..{int(self.labels.max())}."
+            )
+        if rows and int(self.unit_of_row.min()) < 0:
+            raise DataError(f"unit_of_row must be >= 0, got {int(self.unit_of_row.min())}.")
+
+    def __repr__(self) -> str:
+        return f"ImageStore({self.name!r}, {self.num_rows} rows of {self.image_shape}, {self.num_units} units)"
+
+    @property
+    def num_rows(self) -> int:
+        """How many pictures there are."""
+        return len(self.images)
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are, those without a picture included."""
+        return len(self.class_names)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height, width."""
+        channels, height, width = self.images.shape[1:]
+        return channels, height, width
+
+    @cached_property
+    def num_units(self) -> int:
+        """How many privacy units own these rows. Private: the mechanism has its own, declared number."""
+        return int(self.unit_of_row.max()) + 1 if self.num_rows else 0
+
+    @cached_property
+    def rows_of_units(self) -> UnitRows:
+        """The rows of each unit, in the order of the store."""
+        units = self.unit_of_row.numpy()
+        offsets = np.zeros(self.num_units + 1, dtype=np.int64)
+        np.cumsum(np.bincount(units, minlength=self.num_units), out=offsets[1:])
+        return UnitRows(offsets, np.argsort(units, kind="stable"))
+
+    def fingerprint(self) -> str:
+        """SHA-256 over shape, pixels, labels and units: a run's keys are bound to it."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256(f"dpvision store/1 {tuple(self.images.shape)} {self.num_classes} ".encode())
+        for values in (self.images, self.labels, self.unit_of_row):
+            digest.update(np.ascontiguousarray(values.numpy()).data)
+        return digest.hexdigest()
+
+    def select_units(self, ids: Sequence[int] | NDArray[np.int64]) -> ImageStore:
+        """The rows of these units, in the order of the store; unit ``ids[i]`` becomes unit ``i``."""
+        wanted = np.asarray(ids, dtype=np.int64)
+        new_id = np.full(self.num_units, -1, dtype=np.int64)
+        new_id[wanted] = np.arange(len(wanted))
+        units = new_id[self.unit_of_row.numpy()]
+        rows = np.flatnonzero(units >= 0)
+        index = torch.from_numpy(rows)
+        return replace(
+            self,
+            images=self.images[index],
+            labels=self.labels[index],
+            unit_of_row=torch.from_numpy(units[rows]),
+            row_names=tuple(self.row_names[row] for row in rows.tolist()),
+            skipped=(),
+        )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """What a source gave: the private training part, a public test part if there is one, and what is declared."""
+
+    train: ImageStore
+    test: ImageStore | None
+    normalisation: Normalisation
+    public_facts: dict[str, Any]
+
+
+def dense_units(names: Sequence[object] | NDArray[Any]) -> Tensor:
+    """Unit numbers for unit names, in order of first appearance, so that a new unit at the end renumbers nobody."""
+    _, first, inverse = np.unique(np.asarray(names), return_index=True, return_inverse=True)
+    rank = np.empty(len(first), dtype=np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return torch.from_numpy(rank[inverse.reshape(-1)])
+
+
+def numbered_rows(count: int) -> tuple[str, ...]:
+    """Names for rows that have none."""
+    return tuple(f"row {row}" for row in range(count))
+
+
+def store_of_arrays(
+    *,
+    images: NDArray[np.uint8],
+    labels: NDArray[Any],
+    class_names: Sequence[str],
+    name: str,
+    unit_names: Sequence[object] | NDArray[Any] | None = None,
+) -> ImageStore:
+    """A store over arrays: each row is its own unit unless ``unit_names`` says otherwise."""
+    rows = len(images)
+    return ImageStore(
+        images=torch.from_numpy(np.require(images, np.uint8, ["C", "W"])),
+        labels=torch.from_numpy(np.asarray(labels).astype(np.int64)),
+        class_names=tuple(class_names),
+        unit_of_row=torch.arange(rows) if unit_names is None else dense_units(unit_names),
+        name=name,
+        row_names=numbered_rows(rows),
+    )

@@ -1,0 +1,140 @@
+"""Watch one forward pass: what every module with a duty was given, and where its output gradient will appear.
+
+The model is not changed: parameters stay in the graph, and the backward pass, asked only for the gradients at the
+captured outputs, skips every parameter gradient by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from dpvision.checks import PrivacyError
+from dpvision.grads.duties import Duty
+
+
+@final
+@dataclass(eq=False)
+class Call:
+    """One call of a module: inputs, and for each output tensor the place of its gradient in the graph.
+
+    ``outputs`` (shapes) and ``gradients`` follow the flattened output; ``None`` is for what has no gradient.
+    """
+
+    duty: Duty
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: list[torch.Size | None]
+    edges: list[GradientEdge]
+    versions: list[tuple[Tensor, int]]
+    gradients: list[Tensor | None] = field(default_factory=list)
+
+    @property
+    def reaches_loss(self) -> bool:
+        """Whether the loss depends on any output."""
+        return any(gradient is not None for gradient in self.gradients)
+
+    def check_untouched(self) -> None:
+        """Refuse inputs that were overwritten after the module read them: the gradient would be of something else."""
+        if any(tensor._version != version for tensor, version in self.versions):
+            raise PrivacyError(
+                f"the input of {self.duty.label} was changed in place, so its gradient can't be computed. "
+                "Replace the in-place operation on that tensor by an ordinary one."
+            )
+
+
+@contextmanager
+def captured(duties: tuple[Duty, ...]) -> Iterator[list[Call]]:
+    """Record the calls of all modules with a duty; whatever happens inside, no hook outlives the block."""
+    calls: list[Call] = []
+    handles: list[Any] = []
+    try:
+        for duty in duties:
+            handles += _watch(duty, calls)
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def backpropagate(calls: list[Call], losses: Tensor, weights: Tensor) -> None:
+    """Give every call the gradient of the weighted loss at its outputs; ``None`` where the loss does not see them."""
+    edges = [edge for call in calls for edge in call.edges]
+    if not losses.requires_grad or not edges:
+        return
+    found = iter(torch.autograd.grad(losses, edges, grad_outputs=weights, allow_unused=True))
+    for call in calls:
+        call.gradients = [None if output is None else next(found) for output in call.outputs]
+
+
+def _watch(duty: Duty, calls: list[Call]) -> list[Any]:
+    if duty.rule is not None:
+        # First in line: hooks of the user may replace the output, and their work is not the layer's.
+        return [duty.module.register_forward_hook(_after_rule(duty, calls), with_kwargs=True, prepend=True)]
+    entries: list[_Entry] = []
+    return [
+        duty.module.register_forward_pre_hook(_before_any(entries), with_kwargs=True, prepend=True),
+        duty.module.register_forward_hook(_after_any(duty, calls, entries), with_kwargs=True),
+    ]
+
+
+@final
+@dataclass(frozen=True)
+class _Entry:
+    """What a module was given, before its own hooks or its forward could change it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: list[tuple[Tensor, int]]
+
+
+def _after_rule(duty: Duty, calls: list[Call]) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+        if not output.requires_grad:
+            return None
+        # Writing into a view in place cuts the old node out of the graph, so a view is copied first.
+        seen = output.clone() if output._is_view() else output
+        inputs = (args[0] if args else kwargs["input"],)
+        calls.append(_record(duty, _Entry(inputs, {}, _versions(inputs)), [seen]))
+        return seen
+
+    return hook
+
+
+def _before_any(entries: list[_Entry]) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entries.append(_Entry(args, kwargs, _versions((args, kwargs))))
+
+    return hook
+
+
+def _after_any(duty: Duty, calls: list[Call], entries: list[_Entry]) -> Callable[..., Any]:
+    def hook(_: nn.Module, __: tuple[Any, ...], ___: dict[str, Any], output: Any) -> Any:
+        entry = entries.pop()
+        leaves, structure = tree_flatten(output)
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            return None
+        # Copies keep the outputs apart: otherwise one output's gradient would include its use inside another.
+        leaves = [leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves]
+        calls.append(_record(duty, entry, leaves))
+        return tree_unflatten(leaves, structure)
+
+    return hook
+
+
+def _record(duty: Duty, entry: _Entry, leaves: list[Any]) -> Call:
+    outputs = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
+    edges = [get_gradient_edge(output) for output in outputs if output is not None]
+    shapes = [None if output is None else output.shape for output in outputs]
+    return Call(duty, entry.args, entry.kwargs, shapes, edges, entry.versions)
+
+
+def _versions(values: Any) -> list[tuple[Tensor, int]]:
+    return [(leaf, leaf._version) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

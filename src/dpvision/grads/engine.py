@@ -1,0 +1,137 @@
+"""The clipped sum of per-unit gradients: one forward, one backward, exact.
+
+Shapes: U units, R rows per unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, final
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.checks import PrivacyError, Problems
+from dpvision.flow import Batch, ClippedSum, Microbatch, Sampling
+from dpvision.grads.clip import clipped_sums
+from dpvision.grads.duties import duties_of, trainable
+from dpvision.grads.performance import Performance
+from dpvision.grads.plan import movement, plan_for
+from dpvision.grads.units import LossFunction, unit_gradients
+
+_MOST_UNITS: Final = 1024
+
+
+def clipped_sum(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    clip_norm: float,
+    rows_per_unit: int = 1,
+    microbatch_size: int | None = None,
+) -> ClippedSum:
+    """The sum over units of their gradients, each scaled down to at most ``clip_norm``; the model stays as it was.
+
+    Rows ``u * rows_per_unit`` and following belong to unit u; a unit's loss is the mean over its rows.
+
+    Guarantee: adding or removing one unit moves the result by at most ``clip_norm`` in L2. A unit whose gradient is
+    not finite contributes zero.
+    """
+    problems = Problems()
+    problems.count("rows_per_unit", rows_per_unit)
+    if microbatch_size is not None:
+        problems.count("microbatch_size", microbatch_size)
+    problems.raise_if_any()
+    batch = Rows(inputs, targets, rows_per_unit)
+    performance = Performance(microbatch_size=microbatch_size)
+    return clipped_sum_of_batch(model, loss_fn, batch, clip_norm=clip_norm, performance=performance)
+
+
+def clipped_sum_of_batch(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, *, clip_norm: float, performance: Performance
+) -> ClippedSum:
+    """``clipped_sum`` over a whole draw. An empty draw is a sum of zeros.
+
+    Guarantee: as ``clipped_sum``; the result does not depend on the micro-batch size beyond rounding.
+    """
+    problems = Problems()
+    problems.positive("clip_norm", clip_norm)
+    problems.raise_if_any()
+    parameters = trainable(model)
+    sums = {parameter: torch.zeros_like(parameter.detach()) for parameter in parameters.values()}
+    with _unmoved(model):
+        for microbatch in batch.microbatches(_microbatch_size(model, loss_fn, batch, performance)):
+            plan = plan_for(model, loss_fn, microbatch)
+            duties = duties_of(model, plan.exceptions)
+            found = unit_gradients(model, loss_fn, microbatch, duties, plan.layouts)
+            real_U = microbatch.row_weights_UR.ne(0).any(1)
+            for parameter, part in clipped_sums(found.shares, real_U, clip_norm).items():
+                sums[parameter] += part
+    return ClippedSum({name: sums[parameter] for name, parameter in parameters.items()}, clip_norm)
+
+
+def _microbatch_size(model: nn.Module, loss_fn: LossFunction, batch: Batch, performance: Performance) -> int:
+    """As asked for, or as many units as fit the memory that a micro-batch may take."""
+    if performance.microbatch_size is not None:
+        return performance.microbatch_size
+    first = next(batch.microbatches(1), None)
+    if first is None:
+        return 1
+    needed = plan_for(model, loss_fn, first).bytes_per_unit
+    return max(1, min(_MOST_UNITS, performance.memory_mib * 2**20 // max(1, needed)))
+
+
+@contextmanager
+def _unmoved(model: nn.Module) -> Iterator[None]:
+    """Refuse to return a sum if the pass wrote into a buffer or a parameter: that would be a release without noise."""
+    before = {name: (id(tensor), tensor._version) for name, tensor in _stored(model)}
+    yield
+    moved = [name for name, tensor in _stored(model) if before.get(name) != (id(tensor), tensor._version)]
+    if moved:
+        raise PrivacyError(movement(moved))
+
+
+def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_buffers()
+    yield from model.named_parameters()
+
+
+@final
+@dataclass(frozen=True)
+class Rows:
+    """Rows in memory, given by hand: a draw whose sampling nobody vouches for."""
+
+    inputs: Tensor
+    targets: Tensor
+    rows_per_unit: int
+
+    def __post_init__(self) -> None:
+        rows = self.inputs.shape[0] if self.inputs.dim() else -1
+        problems = Problems()
+        problems.require(
+            self.targets.dim() > 0 and self.targets.shape[0] == rows,
+            f"inputs and targets must have as many rows, got shapes {tuple(self.inputs.shape)} and "
+            f"{tuple(self.targets.shape)}.",
+        )
+        problems.require(
+            rows % self.rows_per_unit == 0,
+            f"the number of rows must be a multiple of rows_per_unit={self.rows_per_unit}, got {rows}.",
+        )
+        problems.raise_if_any()
+
+    @property
+    def sampling(self) -> Sampling:
+        """By hand: no epsilon follows from it."""
+        return Sampling("by hand", 1.0)
+
+    def microbatches(self, units: int) -> Iterator[Microbatch]:
+        """Slices of ``units`` units; the last one may be smaller."""
+        size = units * self.rows_per_unit
+        for first in range(0, self.inputs.shape[0], size):
+            inputs, targets = self.inputs[first : first + size], self.targets[first : first + size]
+            weights = torch.full((inputs.shape[0] // self.rows_per_unit, self.rows_per_unit), 1 / self.rows_per_unit)
+            yield Microbatch(inputs, targets, weights.to(inputs.device))

@@ -1,0 +1,112 @@
+"""Does one unit notice another? Change one unit's input and look at all others, module by module.
+
+Shapes: U units, N rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dpvision.flow import Microbatch
+from dpvision.grads.duties import label_of
+from dpvision.grads.probe import changed_unit, restored, same_draws
+from dpvision.grads.units import LossFunction, row_losses
+
+LOSS = "loss_fn"
+
+
+def mixing_place(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> str | None:
+    """The innermost module, or the loss, through which one unit's input reaches another unit's loss; else ``None``."""
+    units = microbatch.row_weights_UR.shape[0]
+    before = _trace(model, loss_fn, microbatch)
+    for unit in (0, units - 1):
+        after = _trace(model, loss_fn, changed_unit(microbatch, unit))
+        if not _others_equal(before.losses, after.losses, unit, units):
+            return _first_difference(before, after, unit, units) or LOSS
+    return None
+
+
+def suspected_place(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> str | None:
+    """As ``mixing_place``, for a mixing that a zero weight hides from the loss but not from the gradient."""
+    units = microbatch.row_weights_UR.shape[0]
+    before = _trace(model, loss_fn, microbatch)
+    after = _trace(model, loss_fn, changed_unit(microbatch, 0))
+    return _first_difference(before, after, 0, units)
+
+
+@final
+@dataclass
+class _Trace:
+    """All modules' inputs and outputs of one forward pass, in order of completion, and the losses."""
+
+    calls: list[tuple[str, list[Any], list[Any]]]
+    losses: Tensor
+
+
+def _trace(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> _Trace:
+    with torch.no_grad(), restored(model), same_draws(microbatch.inputs.device), _traced(model) as calls:
+        losses = row_losses(model, loss_fn, microbatch)
+    return _Trace(calls, losses)
+
+
+@contextmanager
+def _traced(model: nn.Module) -> Iterator[list[tuple[str, list[Any], list[Any]]]]:
+    calls: list[tuple[str, list[Any], list[Any]]] = []
+    handles: list[Any] = []
+    try:
+        for name, module in model.named_modules():
+            handles += _watch(label_of(name, module), module, calls)
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watch(label: str, module: nn.Module, calls: list[tuple[str, list[Any], list[Any]]]) -> list[Any]:
+    entries: list[list[Any]] = []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        entries.append(_copies((args, kwargs)))
+
+    def after(_: nn.Module, __: Any, ___: Any, output: Any) -> None:
+        calls.append((label, entries.pop(), _copies(output)))
+
+    return [
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ]
+
+
+def _copies(values: Any) -> list[Any]:
+    return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(values)]
+
+
+def _first_difference(before: _Trace, after: _Trace, unit: int, units: int) -> str | None:
+    for (label, inputs, outputs), (_, inputs_after, outputs_after) in zip(before.calls, after.calls, strict=False):
+        same_in = all(_others_equal(a, b, unit, units) for a, b in zip(inputs, inputs_after, strict=False))
+        same_out = all(_others_equal(a, b, unit, units) for a, b in zip(outputs, outputs_after, strict=False))
+        if same_in and not same_out:
+            return label
+    return None
+
+
+def _others_equal(a: Any, b: Any, unit: int, units: int) -> bool:
+    """Whether the rows of all other units agree, but for rounding."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return True
+    if a.shape != b.shape:
+        return False
+    if a.dim() and a.shape[0] % units == 0:
+        keep = [index for index in range(units) if index != unit]
+        a, b = (x.unflatten(0, (units, -1))[keep] for x in (a, b))
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    rounding = 16 * torch.finfo(a.dtype).eps * float(a.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=0.0, atol=rounding, equal_nan=True)

@@ -1,0 +1,111 @@
+"""Trying a model out on a few made-up units without leaving a trace in it.
+
+Shapes: U units, R rows per unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.flow import Microbatch
+
+
+def probe_like(microbatch: Microbatch, *, units: int) -> Microbatch:
+    """``units`` units of the same shape: noise where inputs are numbers, shuffled entries where they are indices.
+
+    Inputs are made up, so that what a check finds does not depend on anybody's picture.
+    """
+    rows = repeated(microbatch, units=units)
+    generator = torch.Generator().manual_seed(0)
+    return Microbatch(_noise_like(rows.inputs, generator), rows.targets, rows.row_weights_UR)
+
+
+def repeated(microbatch: Microbatch, *, units: int) -> Microbatch:
+    """The first ``units`` units, from the beginning again where there are fewer; every row counts."""
+    rows_per_unit = microbatch.row_weights_UR.shape[1]
+    order = torch.arange(units * rows_per_unit, device=microbatch.inputs.device) % microbatch.inputs.shape[0]
+    weights = torch.full((units, rows_per_unit), 1 / rows_per_unit, device=microbatch.row_weights_UR.device)
+    return Microbatch(microbatch.inputs[order], microbatch.targets[order], weights)
+
+
+def changed_unit(microbatch: Microbatch, unit: int) -> Microbatch:
+    """The same micro-batch with other inputs in one unit; targets stay."""
+    units, rows = microbatch.row_weights_UR.shape
+    inputs = microbatch.inputs.clone()
+    mine = inputs[unit * rows : (unit + 1) * rows]
+    if mine.is_floating_point():
+        mine.copy_(_noise_like(mine, torch.Generator().manual_seed(units + unit)) * 2 - 1)
+    else:
+        mine.copy_(mine.flip(-1) if mine.dim() > 1 else inputs.flip(0)[unit * rows : (unit + 1) * rows])
+    return Microbatch(inputs, microbatch.targets, microbatch.row_weights_UR)
+
+
+def only_unit(microbatch: Microbatch, unit: int) -> Microbatch:
+    """One unit by itself."""
+    rows = microbatch.row_weights_UR.shape[1]
+    mine = slice(unit * rows, (unit + 1) * rows)
+    weights = microbatch.row_weights_UR[unit : unit + 1]
+    return Microbatch(microbatch.inputs[mine], microbatch.targets[mine], weights)
+
+
+def _noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    if x.is_floating_point():
+        return torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x)
+    if x.dim() == 1:
+        return x
+    order = torch.randperm(x.shape[-1], generator=generator)
+    return x[..., order.to(x.device)]
+
+
+@contextmanager
+def same_draws(device: torch.device) -> Iterator[None]:
+    """Random numbers that repeat from block to block; outside, the generators are where they were."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        yield
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module, *, when: bool = True) -> Iterator[None]:
+    """Evaluation mode inside, if ``when``; each module's own mode outside."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        if when:
+            model.eval()
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[list[str]]:
+    """Put buffers and parameters back as they were; afterwards the list names those that had moved."""
+    moved: list[str] = []
+    before = [(module, dict(module._buffers)) for module in model.modules()]
+    tensors = [*model.named_buffers(), *model.named_parameters()]
+    saved = [(name, tensor, tensor.detach().clone()) for name, tensor in tensors]
+    try:
+        yield moved
+    finally:
+        names = dict(model.named_buffers())
+        with torch.no_grad():
+            for name, tensor, value in saved:
+                replaced = name in names and names[name] is not tensor
+                if replaced or not torch.equal(_bits(tensor), _bits(value)):
+                    moved.append(name)
+                    tensor.copy_(value)
+        for module, buffers in before:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """A view under which NaN equals NaN."""
+    x = x.detach().contiguous()
+    return x.view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)

@@ -1,0 +1,66 @@
+"""Linear layers with any number of positions between the row and its features.
+
+Shapes: U units, T positions of a unit (rows included), I in, O out.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.grads.rules.registry import LayerCall, register
+from dpvision.grads.shares import (
+    Kept,
+    Share,
+    ghost_pays,
+    gram_norms_sq,
+    scale_by_unit,
+    sum_of_squares,
+    without_dead,
+)
+
+
+@final
+class OuterProducts(Share):
+    """The weight gradient ``Σ_t g_t a_tᵀ`` of each unit, kept as its factors."""
+
+    def __init__(self, a_UTI: Tensor, g_UTO: Tensor) -> None:
+        self._a_UTI = a_UTI
+        self._g_UTO = g_UTO
+        self._formed: Tensor | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._formed is None else self._formed.nbytes
+
+    def norms_sq(self) -> Tensor:
+        entries = self._a_UTI.shape[2] * self._g_UTO.shape[2]
+        if ghost_pays(positions=self._a_UTI.shape[1], entries=entries):
+            return gram_norms_sq(self._a_UTI, self._g_UTO)
+        return sum_of_squares(self.per_unit())
+
+    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        g_UTO = scale_by_unit(without_dead(self._g_UTO, dead_U), factor_U)
+        return g_UTO.flatten(0, 1).mT @ without_dead(self._a_UTI, dead_U).flatten(0, 1)
+
+    def per_unit(self) -> Tensor:
+        if self._formed is None:
+            self._formed = torch.bmm(self._g_UTO.mT, self._a_UTI)
+        return self._formed
+
+
+def linear(call: LayerCall) -> dict[str, Share]:
+    """Weight from outer products, bias from the output gradient alone."""
+    a_UTI = call.x.reshape(call.units, -1, call.x.shape[-1])
+    g_UTO = call.dy.reshape(call.units, -1, call.dy.shape[-1])
+    shares: dict[str, Share] = {}
+    if "weight" in call.wanted:
+        shares["weight"] = OuterProducts(a_UTI, g_UTO)
+    if "bias" in call.wanted:
+        shares["bias"] = Kept(g_UTO.sum(1))
+    return shares
+
+
+register(nn.Linear, rule=linear)

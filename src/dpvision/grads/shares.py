@@ -1,0 +1,123 @@
+"""What one call of one layer adds to one parameter's per-unit gradients.
+
+Shapes: U units, D entries of a parameter, T positions, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+class Share(ABC):
+    """A parameter's gradient for every unit, held in whatever form is cheapest."""
+
+    @abstractmethod
+    def norms_sq(self) -> Tensor:
+        """Squared L2 norm of each unit's gradient, in float64.
+
+        Guarantee: not below the true value by more than a relative 1e-6; not finite if the gradient is not.
+        """
+
+    @abstractmethod
+    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        """The sum of ``factor_U[u]`` times unit u's gradient; units marked in ``dead_U`` are left out, NaN or not."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the gradients themselves take, beyond what the layer's input and output gradient take."""
+        return 0
+
+    @abstractmethod
+    def per_unit(self) -> Tensor:
+        """The gradients themselves, units first."""
+
+
+@final
+class Kept(Share):
+    """Per-unit gradients that exist in memory."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self._gradient = gradient
+
+    @property
+    def held_bytes(self) -> int:
+        return self._gradient.nbytes
+
+    def norms_sq(self) -> Tensor:
+        return sum_of_squares(self._gradient)
+
+    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        gradient_UD = self._gradient.flatten(1)
+        if dead_U is not None:
+            gradient_UD = gradient_UD.masked_fill(dead_U[:, None], 0.0)
+        return (factor_U.to(gradient_UD.dtype) @ gradient_UD).view(self._gradient.shape[1:])
+
+    def per_unit(self) -> Tensor:
+        return self._gradient
+
+
+def added(shares: list[Share]) -> Share:
+    """One parameter's gradient over all calls that used it: added before any norm is taken."""
+    if len(shares) == 1:
+        return shares[0]
+    total = shares[0].per_unit()
+    for share in shares[1:]:
+        total = total + share.per_unit()
+    return Kept(total)
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """Sum of squares of each entry of the first dimension, in float64."""
+    x_UD = x.reshape(x.shape[0], -1)
+    norm_U = torch.linalg.vector_norm(x_UD, dim=1, dtype=torch.float64)
+    return norm_U.square()
+
+
+def gram_norms_sq(a_UTI: Tensor, g_UTO: Tensor) -> Tensor:
+    """Squared norms of ``Σ_t a_t g_tᵀ`` without forming the product: ``Σ_tt' (a_t·a_t')(g_t·g_t')``.
+
+    The sum can cancel, so what rounding may have hidden is added: the result is an upper bound.
+    """
+    if a_UTI.shape[1] == 1:
+        return sum_of_squares(a_UTI) * sum_of_squares(g_UTO)
+    gram_a_UTT = torch.bmm(a_UTI, a_UTI.mT)
+    gram_g_UTT = torch.bmm(g_UTO, g_UTO.mT)
+    exact = (gram_a_UTT * gram_g_UTT).sum((1, 2), dtype=torch.float64)
+    sizes = (gram_a_UTT.diagonal(dim1=1, dim2=2) * gram_g_UTT.diagonal(dim1=1, dim2=2)).clamp_min(0).sqrt()
+    hidden = 4 * torch.finfo(a_UTI.dtype).eps * sizes.sum(1, dtype=torch.float64).square()
+    return exact.clamp_min(0) + hidden
+
+
+def ghost_pays(*, positions: int, entries: int) -> bool:
+    """Whether norms from Gram matrices cost less than forming each unit's gradient of ``entries`` numbers."""
+    return 8 * positions * positions <= entries
+
+
+def sum_by_unit(x: Tensor, units: int) -> Tensor:
+    """Add up the rows of each unit: (rows, …) → (units, …)."""
+    if x.shape[0] == units:
+        return x
+    return x.unflatten(0, (units, -1)).sum(1)
+
+
+def sum_over_space(x: Tensor) -> Tensor:
+    """Add up everything beyond rows and channels: (rows, channels, …) → (rows, channels)."""
+    return x if x.dim() == 2 else x.flatten(2).sum(2)
+
+
+def without_dead(x: Tensor, dead_U: Tensor | None) -> Tensor:
+    """``x`` (rows first) with every row of a dead unit set to exactly zero, whatever it held."""
+    if dead_U is None:
+        return x
+    dead_N = dead_U.repeat_interleave(x.shape[0] // dead_U.shape[0])
+    return x.masked_fill(dead_N.view(-1, *[1] * (x.dim() - 1)), 0.0)
+
+
+def scale_by_unit(x: Tensor, factor_U: Tensor) -> Tensor:
+    """``x`` (rows first) with every row multiplied by its unit's factor."""
+    factor_N = factor_U.to(x.dtype).repeat_interleave(x.shape[0] // factor_U.shape[0])
+    return x * factor_N.view(-1, *[1] * (x.dim() - 1))

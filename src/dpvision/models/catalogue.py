@@ -1,0 +1,62 @@
+"""The catalogue: names → models."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpvision.checks import ArgumentError, Problems
+from dpvision.models.entries import ENTRIES, Entry
+from dpvision.models.initialise import seeded
+
+_BY_NAME: dict[str, Entry] = {found.name: found for found in ENTRIES}
+
+
+def catalogue() -> tuple[Entry, ...]:
+    """Every architecture, family by family."""
+    return ENTRIES
+
+
+def entry(name: str) -> Entry:
+    """The entry of that name."""
+    if name not in _BY_NAME:
+        close = difflib.get_close_matches(str(name), _BY_NAME, n=3)
+        hint = f"Did you mean {' or '.join(close)}?" if close else f"There are: {', '.join(_BY_NAME)}."
+        raise ArgumentError(f"model must be a name of the catalogue, got {name!r}. {hint}")
+    return _BY_NAME[name]
+
+
+def create(
+    name: str, *, num_classes: int = 10, in_channels: int = 3, seed: int | None = None, **options: Any
+) -> nn.Module:
+    """Build a model on the CPU, with weights drawn from ``seed`` (None: from the operating system's entropy).
+
+    ``options`` are those of ``entry(name).options``; any other is refused. The global generator does not move.
+    """
+    build = _checked(name, num_classes=num_classes, in_channels=in_channels, options=options)
+    with torch.device("cpu"), seeded(seed):
+        return build()
+
+
+def count_parameters(name: str, *, num_classes: int = 10, in_channels: int = 3, **options: Any) -> int:
+    """How many parameters ``create`` would make, without making them."""
+    build = _checked(name, num_classes=num_classes, in_channels=in_channels, options=options)
+    with torch.device("meta"), seeded(0):
+        return sum(parameter.numel() for parameter in build().parameters())
+
+
+def _checked(name: str, *, num_classes: int, in_channels: int, options: dict[str, Any]) -> Callable[[], nn.Module]:
+    found = entry(name)
+    problems = Problems()
+    problems.count("num_classes", num_classes)
+    problems.count("in_channels", in_channels)
+    unknown = [key for key in options if key not in found.options]
+    allowed = ", ".join(found.options) or "none"
+    problems.require(not unknown, f"{name} has no option {', '.join(unknown)}. Allowed options: {allowed}.")
+    problems.raise_if_any()
+    return functools.partial(found.factory, num_classes=num_classes, in_channels=in_channels, **options)

@@ -1,0 +1,62 @@
+"""DenseNet-121 with GroupNorm, as SmoothNet's baseline: the ImageNet stem, unmodified."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.models.activations import activation as make_activation
+from dpvision.models.initialise import kaiming_normal
+from dpvision.models.norms import Norm
+
+BLOCKS = (6, 12, 24, 16)
+GROWTH = 32
+
+
+@final
+class DenseLayer(nn.Module):
+    """``[x, f(x)]`` with f = norm, act, 1×1 convolution, norm, act, 3×3 convolution."""
+
+    def __init__(self, in_channels: int, *, norm: Norm, activation: str) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(
+            norm.make(in_channels),
+            make_activation(activation),
+            nn.Conv2d(in_channels, 4 * GROWTH, 1, bias=False),
+            norm.make(4 * GROWTH),
+            make_activation(activation),
+            nn.Conv2d(4 * GROWTH, GROWTH, 3, padding=1, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Concatenate the branch after its input."""
+        return torch.cat((x, self.branch(x)), dim=1)
+
+
+def densenet121(
+    *, num_classes: int, in_channels: int, groups: int = 32, norm: str = "group", activation: str = "relu"
+) -> nn.Module:
+    """DenseNet-121; a layer of C channels has gcd(``groups``, C) groups."""
+    spec = Norm(norm, groups, "gcd")
+    layers: list[nn.Module] = [
+        nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False),
+        spec.make(64),
+        make_activation(activation),
+        nn.MaxPool2d(3, stride=2, padding=1),
+    ]
+    channels = 64
+    for index, count in enumerate(BLOCKS):
+        for _ in range(count):
+            layers.append(DenseLayer(channels, norm=spec, activation=activation))
+            channels += GROWTH
+        layers += [spec.make(channels), make_activation(activation)]
+        if index < len(BLOCKS) - 1:
+            layers += [nn.Conv2d(channels, channels // 2, 1, bias=False), nn.AvgPool2d(2)]
+            channels //= 2
+    body = nn.Sequential(*layers)
+    kaiming_normal(body)
+    head = nn.Linear(channels, num_classes)
+    nn.init.zeros_(head.bias)
+    return nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)

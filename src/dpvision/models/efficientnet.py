@@ -1,0 +1,124 @@
+"""EfficientNet-B0 with GroupNorm, as SmoothNet's baseline: the ImageNet stem, unmodified."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, final
+
+from torch import Tensor, nn
+
+from dpvision.models.activations import activation as make_activation
+from dpvision.models.layers import SqueezeExcite
+from dpvision.models.norms import Norm
+
+
+class _StageSpec(NamedTuple):
+    expansion: int
+    kernel: int
+    stride: int
+    channels: int
+    blocks: int
+
+
+STAGES = (
+    _StageSpec(1, 3, 1, 16, 1),
+    _StageSpec(6, 3, 2, 24, 2),
+    _StageSpec(6, 5, 2, 40, 2),
+    _StageSpec(6, 3, 2, 80, 3),
+    _StageSpec(6, 5, 1, 112, 3),
+    _StageSpec(6, 5, 2, 192, 4),
+    _StageSpec(6, 3, 1, 320, 1),
+)
+
+
+@final
+class InvertedResidual(nn.Module):
+    """Expand, depthwise convolution, squeeze-and-excitation, project; added to the input where shapes match."""
+
+    def __init__(self, branch: nn.Module, *, scale_norm: nn.Module | None, adds: bool) -> None:
+        super().__init__()
+        self.branch, self.adds = branch, adds
+        self.scale_norm = nn.Identity() if scale_norm is None else scale_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add where the block keeps its shape."""
+        y = self.branch(x)
+        return self.scale_norm(x + y) if self.adds else y
+
+
+def _unit(
+    in_channels: int,
+    out_channels: int,
+    kernel: int,
+    *,
+    norm: Norm,
+    activation: str,
+    stride: int = 1,
+    depthwise: bool = False,
+) -> list[nn.Module]:
+    conv = nn.Conv2d(
+        in_channels,
+        out_channels,
+        kernel,
+        stride=stride,
+        padding=kernel // 2,
+        groups=in_channels if depthwise else 1,
+        bias=False,
+    )
+    return [conv, norm.make(out_channels), make_activation(activation)]
+
+
+def _block(
+    in_channels: int, spec: _StageSpec, *, stride: int, norm: Norm, activation: str, scale_norm: bool
+) -> InvertedResidual:
+    hidden = in_channels * spec.expansion
+    layers: list[nn.Module] = []
+    if spec.expansion > 1:
+        layers += _unit(in_channels, hidden, 1, norm=norm, activation=activation)
+    layers += _unit(hidden, hidden, spec.kernel, norm=norm, activation=activation, stride=stride, depthwise=True)
+    layers.append(SqueezeExcite(hidden, in_channels // 4, activation=make_activation(activation)))
+    layers += _unit(hidden, spec.channels, 1, norm=norm, activation="none")
+    adds = stride == 1 and in_channels == spec.channels
+    own_norm = norm.make(spec.channels) if adds and scale_norm else None
+    return InvertedResidual(nn.Sequential(*layers), scale_norm=own_norm, adds=adds)
+
+
+def efficientnet_b0(
+    *,
+    num_classes: int,
+    in_channels: int,
+    groups: int = 32,
+    norm: str = "group",
+    activation: str = "silu",
+    scale_norm: bool = False,
+) -> nn.Module:
+    """EfficientNet-B0; a layer of C channels has gcd(``groups``, C) groups."""
+    spec = Norm(norm, groups, "gcd")
+    layers = _unit(in_channels, 32, 3, norm=spec, activation=activation, stride=2)
+    channels = 32
+    for stage in STAGES:
+        for index in range(stage.blocks):
+            stride = stage.stride if index == 0 else 1
+            layers.append(
+                _block(channels, stage, stride=stride, norm=spec, activation=activation, scale_norm=scale_norm)
+            )
+            channels = stage.channels
+    layers += _unit(channels, 1280, 1, norm=spec, activation=activation)
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1280, num_classes))
+    _draw(model)
+    return model
+
+
+def _draw(model: nn.Sequential) -> None:
+    """Normal with variance 2/fan_out for convolutions (the gates' linear layers too), uniform for the classifier."""
+    head = model[-1]
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            fan_out = module.weight[0, 0].numel() * module.out_channels // module.groups
+            nn.init.normal_(module.weight, std=math.sqrt(2 / fan_out))
+        elif isinstance(module, nn.Linear):
+            if module is head:
+                nn.init.uniform_(module.weight, -(module.out_features**-0.5), module.out_features**-0.5)
+            else:
+                nn.init.normal_(module.weight, std=math.sqrt(2 / module.out_features))
+            nn.init.zeros_(module.bias)

@@ -1,0 +1,344 @@
+"""What the catalogue holds: every architecture, where it comes from and how large it is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import nn
+
+from dpvision.models.densenet import densenet121
+from dpvision.models.efficientnet import efficientnet_b0
+from dpvision.models.nfnet import nf_resnet, nfnet
+from dpvision.models.resnet import resnet
+from dpvision.models.resnet9 import resnet9
+from dpvision.models.scatter import scatter_cnn, scatter_linear
+from dpvision.models.segmentation import segmentation9
+from dpvision.models.shoefit import (
+    doermann_cnn,
+    linear,
+    shoefit_allconv,
+    shoefit_cifar,
+    shoefit_cnn,
+    tempered_cnn,
+)
+from dpvision.models.smoothnet import smoothnet
+from dpvision.models.wrn import wrn
+
+Factory = Callable[..., nn.Module]
+_GIVEN_TO_CREATE = ("num_classes", "in_channels")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One architecture: where it comes from and how large it is with the paper's input and default options."""
+
+    name: str
+    family: str
+    paper: str
+    purpose: str
+    image_size: int
+    in_channels: int = 3
+    num_classes: int = 10
+    parameters: int
+    factory: Factory = field(repr=False, compare=False)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that ``create`` takes for this name, with their defaults."""
+        fixed = self.factory.keywords if isinstance(self.factory, functools.partial) else {}
+        parameters = inspect.signature(self.factory).parameters
+        return {key: p.default for key, p in parameters.items() if key not in (*_GIVEN_TO_CREATE, *fixed)}
+
+
+_SHOEFIT = "Papernot et al. 2019, Making the shoe fit"
+_TEMPERED = "Papernot et al. 2021, Tempered sigmoids"
+_DOERMANN = "Dörmann et al. 2021, Not all noise is accounted equally"
+_SCALENORM = "Klause et al. 2022, ScaleNorm"
+_SMOOTHNET = "Remerscheid et al. 2022, SmoothNets"
+_SCALE = "De et al. 2022, Unlocking accuracy through scale"
+_SCATTER = "Tramèr & Boneh 2021, Differentially private learning needs better features"
+
+_fixed = functools.partial
+ENTRIES: tuple[Entry, ...] = (
+    Entry(
+        name="linear",
+        family="linear",
+        paper="-",
+        purpose="logistic regression on the pixels: the floor that other models must beat",
+        image_size=28,
+        in_channels=1,
+        parameters=7_850,
+        factory=linear,
+    ),
+    Entry(
+        name="shoefit_cnn",
+        family="shoefit",
+        paper=_SHOEFIT,
+        purpose="small grey pictures (MNIST, FashionMNIST): tanh against relu, capacity by filters=k",
+        image_size=28,
+        in_channels=1,
+        parameters=26_010,
+        factory=shoefit_cnn,
+    ),
+    Entry(
+        name="doermann_cnn",
+        family="shoefit",
+        paper=_DOERMANN,
+        purpose="small grey pictures: pools before tanh, tuned for large batches",
+        image_size=28,
+        in_channels=1,
+        parameters=25_386,
+        factory=doermann_cnn,
+    ),
+    Entry(
+        name="shoefit_cifar",
+        family="shoefit",
+        paper=_SHOEFIT,
+        purpose="CIFAR: pre-train in public, fine-tune the last layer in private",
+        image_size=32,
+        parameters=2_395_434,
+        factory=shoefit_cifar,
+    ),
+    Entry(
+        name="shoefit_allconv",
+        family="shoefit",
+        paper=_SHOEFIT,
+        purpose="CIFAR: the study of Mean-Var initialisation",
+        image_size=32,
+        parameters=2_334_730,
+        factory=shoefit_allconv,
+    ),
+    Entry(
+        name="tempered_cnn",
+        family="shoefit",
+        paper=_TEMPERED,
+        purpose="CIFAR: bounded activations, tempered_sigmoid(scale,temperature,offset)",
+        image_size=32,
+        parameters=550_570,
+        factory=tempered_cnn,
+    ),
+    Entry(
+        name="resnet9",
+        family="resnet9",
+        paper=_SCALENORM,
+        purpose="colour pictures of 32 to 160 pixels: the ScaleNorm papers' baseline",
+        image_size=32,
+        parameters=2_447_946,
+        factory=_fixed(resnet9, scale_norm=False),
+    ),
+    Entry(
+        name="scaleresnet9",
+        family="resnet9",
+        paper=_SCALENORM,
+        purpose="ResNet-9 with a norm after each residual addition: the papers' best from scratch",
+        image_size=32,
+        parameters=2_448_714,
+        factory=_fixed(resnet9, scale_norm=True),
+    ),
+    Entry(
+        name="resnet18",
+        family="resnet",
+        paper=_SMOOTHNET,
+        purpose="baseline with GroupNorm and a 3×3 stem",
+        image_size=32,
+        parameters=11_173_962,
+        factory=_fixed(resnet, depth=18),
+    ),
+    Entry(
+        name="resnet34",
+        family="resnet",
+        paper=_SMOOTHNET,
+        purpose="baseline with GroupNorm and the ImageNet stem",
+        image_size=224,
+        parameters=21_289_802,
+        factory=_fixed(resnet, depth=34),
+    ),
+    Entry(
+        name="resnet50",
+        family="resnet",
+        paper=_SCALENORM,
+        purpose="larger pictures (ImageNette at 160 pixels); best with norm=layer",
+        image_size=160,
+        parameters=23_528_522,
+        factory=_fixed(resnet, depth=50, scale_norm=False),
+    ),
+    Entry(
+        name="scaleresnet50",
+        family="resnet",
+        paper=_SCALENORM,
+        purpose="ResNet-50 with a norm after each residual addition; use norm=layer",
+        image_size=160,
+        parameters=23_558_730,
+        factory=_fixed(resnet, depth=50, scale_norm=True),
+    ),
+    Entry(
+        name="wrn16_4",
+        family="wrn",
+        paper=_SCALE,
+        purpose="CIFAR with augmentation multiplicity: weight standardisation, activation before norm",
+        image_size=32,
+        parameters=2_753_818,
+        factory=_fixed(wrn, depth=16, width=4, scale_norm=False),
+    ),
+    Entry(
+        name="wrn40_4",
+        family="wrn",
+        paper=_SCALE,
+        purpose="the strongest CIFAR model from scratch at epsilon 8",
+        image_size=32,
+        parameters=8_961_306,
+        factory=_fixed(wrn, depth=40, width=4),
+    ),
+    Entry(
+        name="wrn28_10",
+        family="wrn",
+        paper=_SCALE,
+        purpose="private fine-tuning after public pre-training at 32 pixels",
+        image_size=32,
+        parameters=36_500_378,
+        factory=_fixed(wrn, depth=28, width=10),
+    ),
+    Entry(
+        name="scalewrn16_4",
+        family="wrn",
+        paper=_SCALENORM,
+        purpose="WRN-16-4 with ScaleNorm; layout=plain is the ScaleNorm paper's own",
+        image_size=32,
+        parameters=2_755_610,
+        factory=_fixed(wrn, depth=16, width=4, scale_norm=True),
+    ),
+    Entry(
+        name="smoothnet",
+        family="smoothnet",
+        paper=_SMOOTHNET,
+        purpose="wide, shallow, dense, SELU; its parts are switches",
+        image_size=32,
+        parameters=3_391_853,
+        factory=smoothnet,
+    ),
+    Entry(
+        name="densenet121",
+        family="densenet",
+        paper=_SMOOTHNET,
+        purpose="baseline with GroupNorm and the ImageNet stem",
+        image_size=224,
+        parameters=6_964_106,
+        factory=densenet121,
+    ),
+    Entry(
+        name="efficientnet_b0",
+        family="efficientnet",
+        paper=_SMOOTHNET,
+        purpose="baseline with GroupNorm and the ImageNet stem",
+        image_size=224,
+        parameters=4_020_358,
+        factory=efficientnet_b0,
+    ),
+    Entry(
+        name="nf_resnet50",
+        family="nfnet",
+        paper=_SCALE,
+        purpose="ImageNet from scratch, without norms",
+        image_size=224,
+        num_classes=1_000,
+        parameters=25_557_048,
+        factory=_fixed(nf_resnet, depth=50),
+    ),
+    Entry(
+        name="nf_resnet200",
+        family="nfnet",
+        paper=_SCALE,
+        purpose="private fine-tuning of the last layer after large public pre-training",
+        image_size=224,
+        num_classes=1_000,
+        parameters=64_673_898,
+        factory=_fixed(nf_resnet, depth=200),
+    ),
+    Entry(
+        name="nfnet_f0",
+        family="nfnet",
+        paper=_SCALE,
+        purpose="the smallest NFNet",
+        image_size=192,
+        num_classes=1_000,
+        parameters=71_489_284,
+        factory=_fixed(nfnet, variant="f0"),
+    ),
+    Entry(
+        name="nfnet_f3",
+        family="nfnet",
+        paper=_SCALE,
+        purpose="the strongest fine-tuning results, after large public pre-training",
+        image_size=320,
+        num_classes=1_000,
+        parameters=254_924_200,
+        factory=_fixed(nfnet, variant="f3"),
+    ),
+    Entry(
+        name="unet9",
+        family="segmentation",
+        paper=_SCALENORM,
+        purpose="segmentation of grey slices; long skips are concatenated",
+        image_size=256,
+        in_channels=1,
+        num_classes=1,
+        parameters=12_470_338,
+        factory=_fixed(segmentation9, join="concat", scale_norm=False),
+    ),
+    Entry(
+        name="scaleunet9",
+        family="segmentation",
+        paper=_SCALENORM,
+        purpose="UNet-9 with a norm after each addition and each join",
+        image_size=256,
+        in_channels=1,
+        num_classes=1,
+        parameters=12_474_178,
+        factory=_fixed(segmentation9, join="concat", scale_norm=True),
+    ),
+    Entry(
+        name="linknet9",
+        family="segmentation",
+        paper=_SCALENORM,
+        purpose="segmentation of grey slices; long skips are added",
+        image_size=256,
+        in_channels=1,
+        num_classes=1,
+        parameters=7_233_410,
+        factory=_fixed(segmentation9, join="add", scale_norm=False),
+    ),
+    Entry(
+        name="scalelinknet9",
+        family="segmentation",
+        paper=_SCALENORM,
+        purpose="LinkNet-9 with a norm after each addition",
+        image_size=256,
+        in_channels=1,
+        num_classes=1,
+        parameters=7_235_714,
+        factory=_fixed(segmentation9, join="add", scale_norm=True),
+    ),
+    Entry(
+        name="scatter_linear",
+        family="scatter",
+        paper=_SCATTER,
+        purpose="fixed wavelet features, linear: the best without public data at small epsilon",
+        image_size=32,
+        parameters=155_530,
+        factory=scatter_linear,
+    ),
+    Entry(
+        name="scatter_cnn",
+        family="scatter",
+        paper=_SCATTER,
+        purpose="fixed wavelet features and a small CNN",
+        image_size=32,
+        parameters=187_210,
+        factory=scatter_cnn,
+    ),
+)

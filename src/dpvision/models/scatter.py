@@ -1,0 +1,147 @@
+"""Models on fixed scattering features (FACTS: Tramèr & Boneh): a linear one and two small CNNs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.checks import ArgumentError, Problems
+from dpvision.models.activations import activation as make_activation
+from dpvision.models.scattering import Scattering
+from dpvision.models.shoefit import ImageSize, height_width
+
+Standardise = Literal["group", "constants", "none"]
+STANDARDISE = ("group", "constants", "none")
+
+
+@final
+class ChannelConstants(nn.Module):
+    """``(x − mean) / std`` with one fixed number a channel; the numbers are saved with the weights.
+
+    Guarantee: they are not learned. Take them from public pictures, or release them with noise and charge that.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32))
+        self.register_buffer("std", torch.tensor(std, dtype=torch.float32))
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """Standardise each channel."""
+        return (x_NCHW - self.mean[:, None, None]) / self.std[:, None, None]
+
+
+def channel_constants(scattering: Scattering, public_pictures: Tensor) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of every scattering channel over pictures that are public."""
+    with torch.no_grad():
+        parts = [scattering(part).double() for part in public_pictures.split(64)]
+    var_C, mean_C = torch.var_mean(torch.cat(parts), dim=(0, 2, 3), correction=0)
+    return mean_C.tolist(), var_C.sqrt().tolist()
+
+
+def _standardiser(
+    channels: int,
+    standardise: Standardise,
+    groups: int,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+) -> nn.Module:
+    problems = Problems()
+    problems.require(standardise in STANDARDISE, f"standardise must be one of {', '.join(STANDARDISE)}.")
+    problems.count("groups", groups)
+    problems.raise_if_any()
+    if standardise != "constants" and (mean is not None or std is not None):
+        raise ArgumentError("feature_mean and feature_std need standardise='constants'.")
+    if standardise == "none":
+        return nn.Identity()
+    if standardise == "group":
+        if channels % groups:
+            raise ArgumentError(f"groups must divide the {channels} scattering channels, got {groups}.")
+        return nn.GroupNorm(groups, channels, affine=False)
+    mean, std = mean or [0.0] * channels, std or [1.0] * channels
+    if len(mean) != channels or len(std) != channels or not all(value > 0 for value in std):
+        raise ArgumentError(f"feature_mean and feature_std must have {channels} numbers, and std must be > 0.")
+    return ChannelConstants(mean, std)
+
+
+def scatter_linear(
+    *,
+    num_classes: int,
+    in_channels: int,
+    image_size: ImageSize = 32,
+    standardise: Standardise = "group",
+    groups: int = 27,
+    feature_mean: Sequence[float] | None = None,
+    feature_std: Sequence[float] | None = None,
+) -> nn.Module:
+    """Scattering, standardisation, one linear layer: the strongest private features without public data at small ε.
+
+    ``standardise`` "group" is GroupNorm without parameters; "constants" takes ``feature_mean`` and ``feature_std``
+    (see ``channel_constants``; left out, they are 0 and 1 and can be loaded with the weights).
+    """
+    scattering = Scattering(height_width(image_size))
+    channels = in_channels * scattering.paths
+    height, width = scattering.output_size
+    return nn.Sequential(
+        scattering,
+        _standardiser(channels, standardise, groups, feature_mean, feature_std),
+        nn.Flatten(),
+        nn.Linear(channels * height * width, num_classes),
+    )
+
+
+def scatter_cnn(
+    *,
+    num_classes: int,
+    in_channels: int,
+    image_size: ImageSize = 32,
+    layout: Literal["grey", "colour"] | None = None,
+    activation: str = "tanh",
+    standardise: Standardise = "group",
+    groups: int = 27,
+    feature_mean: Sequence[float] | None = None,
+    feature_std: Sequence[float] | None = None,
+) -> nn.Module:
+    """Scattering and two convolutions; ``layout`` is MNIST's ("grey") or CIFAR's ("colour"), by default by channels."""
+    layout = layout or ("grey" if in_channels == 1 else "colour")
+    if layout not in ("grey", "colour"):
+        raise ArgumentError(f"layout must be grey or colour, got {layout!r}.")
+    scattering = Scattering(height_width(image_size, least=8))
+    channels = in_channels * scattering.paths
+    head = _grey_head if layout == "grey" else _colour_head
+    return nn.Sequential(
+        scattering,
+        _standardiser(channels, standardise, groups, feature_mean, feature_std),
+        *head(channels, scattering.output_size, num_classes, activation),
+    )
+
+
+def _colour_head(channels: int, size: tuple[int, int], num_classes: int, activation: str) -> list[nn.Module]:
+    return [
+        nn.Conv2d(channels, 64, 3, padding=1),
+        make_activation(activation),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 64, 3, padding=1),
+        make_activation(activation),
+        nn.Flatten(),
+        nn.Linear(64 * (size[0] // 2) * (size[1] // 2), num_classes),
+    ]
+
+
+def _grey_head(channels: int, size: tuple[int, int], num_classes: int, activation: str) -> list[nn.Module]:
+    return [
+        nn.Conv2d(channels, 16, 3, stride=2, padding=1),
+        make_activation(activation),
+        nn.Conv2d(16, 32, 3, padding=1),
+        make_activation(activation),
+        nn.Flatten(),
+        nn.Linear(32 * ((size[0] + 1) // 2) * ((size[1] + 1) // 2), 32),
+        make_activation(activation),
+        nn.Linear(32, num_classes),
+    ]

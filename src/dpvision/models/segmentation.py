@@ -1,0 +1,103 @@
+"""UNet-9 and LinkNet-9 with their ScaleNorm variants (FACTS §3)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.checks import ArgumentError, Problems
+from dpvision.models.norms import Norm
+from dpvision.models.resnet9 import conv_norm_act, double_unit
+
+Join = Literal["concat", "add"]
+
+
+@final
+class SegmentationNet9(nn.Module):
+    """An encoder like ResNet-9's, a decoder with two long skips, and one map a class at the input's size.
+
+    Skips are taken before the residual blocks. ScaleNorm, where switched on, follows every residual addition and
+    every join with a long skip.
+    """
+
+    def __init__(
+        self, *, in_channels: int, num_classes: int, join: Join, norm: Norm, activation: str, scale_norm: bool
+    ) -> None:
+        super().__init__()
+
+        def unit(i: int, o: int, *, pool: bool = False, upsample: bool = False) -> nn.Module:
+            return conv_norm_act(i, o, norm=norm, activation=activation, pool=pool, upsample=upsample)
+
+        def residual(channels: int) -> nn.Module:
+            return double_unit(channels, norm=norm, activation=activation, scale_norm=scale_norm)
+
+        def join_norm(channels: int) -> nn.Module:
+            return norm.make(channels) if scale_norm else nn.Identity()
+
+        # Channels after the joins: UNet keeps both halves, LinkNet adds them.
+        deep, shallow = (512, 256) if join == "concat" else (256, 128)
+        self.join = join
+        self.down1 = nn.Sequential(unit(in_channels, 64), unit(64, 128, pool=True))
+        self.res1 = residual(128)
+        self.down2 = nn.Sequential(unit(128, 256, pool=True), unit(256, 256, pool=True))
+        self.res2 = residual(256)
+        self.bottom = nn.Sequential(unit(256, 512, pool=True), unit(512, 256, upsample=True))
+        self.join_norm2 = join_norm(deep)
+        self.res3 = residual(deep)
+        self.up2 = nn.Sequential(unit(deep, 256, upsample=True), unit(256, 128, upsample=True))
+        self.join_norm1 = join_norm(shallow)
+        self.res4 = residual(shallow)
+        self.up1 = unit(shallow, shallow // 2, upsample=True)
+        # The number of classes need not be a multiple of the groups.
+        head_norm = replace(norm, rule="gcd")
+        self.head: nn.Module = conv_norm_act(shallow // 2, num_classes, norm=head_norm, activation=activation)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """(N, C, H, W) → (N, classes, H, W)."""
+        if x_NCHW.shape[-2] % 16 or x_NCHW.shape[-1] % 16:
+            raise ArgumentError(f"height and width must be multiples of 16, got {tuple(x_NCHW.shape[-2:])}.")
+        skip1 = self.down1(x_NCHW)
+        skip2 = self.down2(self.res1(skip1))
+        x = self.bottom(self.res2(skip2))
+        x = self.res3(self.join_norm2(self._joined(x, skip2)))
+        x = self.up2(x)
+        x = self.res4(self.join_norm1(self._joined(x, skip1)))
+        return self.head(self.up1(x))
+
+    def _joined(self, x: Tensor, skip: Tensor) -> Tensor:
+        return torch.cat((x, skip), dim=1) if self.join == "concat" else x + skip
+
+
+def segmentation9(
+    *,
+    num_classes: int,
+    in_channels: int,
+    join: Join,
+    groups: int = 8,
+    norm: str = "group",
+    activation: str = "mish",
+    scale_norm: bool = False,
+    head: Literal["unit", "conv"] = "unit",
+) -> nn.Module:
+    """UNet-9 (``join`` "concat") or LinkNet-9 ("add").
+
+    ``head`` "unit" ends in norm and activation as the papers' code does, which bounds the scores from below;
+    "conv" ends in a 1×1 convolution that gives free scores.
+    """
+    problems = Problems()
+    problems.require(head in ("unit", "conv"), f"head must be unit or conv, got {head!r}.")
+    problems.raise_if_any()
+    model = SegmentationNet9(
+        in_channels=in_channels,
+        num_classes=num_classes,
+        join=join,
+        norm=Norm(norm, groups),
+        activation=activation,
+        scale_norm=scale_norm,
+    )
+    if head == "conv":
+        model.head = nn.Conv2d(128 if join == "concat" else 64, num_classes, 1)
+    return model

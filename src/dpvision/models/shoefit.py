@@ -1,0 +1,157 @@
+"""The small networks of "Making the shoe fit" and of tempered sigmoids (FACTS: Papernot et al.), and a linear model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from dpvision.checks import ArgumentError
+from dpvision.models.activations import activation as make_activation
+from dpvision.models.initialise import initialise
+from dpvision.models.layers import SpatialMean
+
+ImageSize = int | Sequence[int]
+
+
+def height_width(image_size: ImageSize, *, least: int = 1) -> tuple[int, int]:
+    """Both sides of a picture: one number means a square."""
+    sides = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
+    if len(sides) != 2 or not all(isinstance(side, int) and side >= least for side in sides):
+        raise ArgumentError(
+            f"image_size must be a whole number >= {least} (or two: height, width), got {image_size}. "
+            "Resize the pictures or choose another model."
+        )
+    return sides[0], sides[1]
+
+
+def linear(*, num_classes: int, in_channels: int, image_size: ImageSize = 28) -> nn.Module:
+    """Flatten and one linear layer: logistic regression on the pixels."""
+    height, width = height_width(image_size)
+    return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * height * width, num_classes))
+
+
+def shoefit_cnn(
+    *,
+    num_classes: int,
+    in_channels: int,
+    image_size: ImageSize = 28,
+    filters: int | None = None,
+    activation: str = "tanh",
+    init: str = "glorot_uniform",
+) -> nn.Module:
+    """The TF-Privacy tutorial's CNN: 16 and 32 filters, or ``filters`` in both convolutions (Table 1).
+
+    Pictures under 14 pixels have no room for two strides; there the first convolution keeps stride 1.
+    """
+    height, width = height_width(image_size, least=8)
+    stride = 2 if min(height, width) >= 14 else 1
+    first, second = (16, 32) if filters is None else (filters, filters)
+    layers = [
+        nn.Conv2d(in_channels, first, 8, stride=stride, padding=3),
+        make_activation(activation),
+        nn.MaxPool2d(2, stride=1),
+        nn.Conv2d(first, second, 4, stride=2),
+        make_activation(activation),
+        nn.MaxPool2d(2, stride=1),
+        nn.Flatten(),
+        nn.Linear(second * _shoefit_side(height, stride) * _shoefit_side(width, stride), 32),
+        make_activation(activation),
+        nn.Linear(32, num_classes),
+    ]
+    return _drawn(layers, init)
+
+
+def _shoefit_side(side: int, stride: int) -> int:
+    pooled = (side - 2) // stride
+    return (pooled - 4) // 2
+
+
+def doermann_cnn(
+    *, num_classes: int, in_channels: int, image_size: ImageSize = 28, activation: str = "tanh", init: str = "pytorch"
+) -> nn.Module:
+    """The small CNN of Dörmann et al. 2021: 5×5 and 4×4 convolutions, each pooled before its activation."""
+    height, width = height_width(image_size, least=14)
+    layers = [
+        nn.Conv2d(in_channels, 16, 5),
+        nn.MaxPool2d(2),
+        make_activation(activation),
+        nn.Conv2d(16, 32, 4),
+        nn.MaxPool2d(2),
+        make_activation(activation),
+        nn.Flatten(),
+        nn.Linear(32 * _doermann_side(height) * _doermann_side(width), 32),
+        make_activation(activation),
+        nn.Linear(32, num_classes),
+    ]
+    return _drawn(layers, init)
+
+
+def _doermann_side(side: int) -> int:
+    return ((side - 4) // 2 - 3) // 2
+
+
+def shoefit_cifar(
+    *,
+    num_classes: int,
+    in_channels: int,
+    image_size: ImageSize = 32,
+    activation: str = "relu",
+    init: str = "glorot_uniform",
+) -> nn.Module:
+    """The CIFAR network of Table 2: six convolutions, three pools, 1024 hidden units.
+
+    The paper's table omits the third pool; its parameter count does not.
+    """
+    layers = [*_three_pairs(in_channels, activation), nn.Flatten()]
+    features = _three_pooled_features(image_size)
+    layers += [nn.Linear(features, 1024), make_activation(activation), nn.Linear(1024, num_classes)]
+    return _drawn(layers, init)
+
+
+def tempered_cnn(
+    *,
+    num_classes: int,
+    in_channels: int,
+    image_size: ImageSize = 32,
+    activation: str = "tanh",
+    init: str = "pytorch",
+) -> nn.Module:
+    """The CIFAR network of the tempered-sigmoid paper: as Table 2 of the shoe-fit paper, with 128 hidden units."""
+    layers = [*_three_pairs(in_channels, activation), nn.Flatten()]
+    features = _three_pooled_features(image_size)
+    layers += [nn.Linear(features, 128), make_activation(activation), nn.Linear(128, num_classes)]
+    return _drawn(layers, init)
+
+
+def shoefit_allconv(
+    *, num_classes: int, in_channels: int, activation: str = "relu", init: str = "kaiming_normal"
+) -> nn.Module:
+    """The all-convolutional network of Table 6, on which Mean-Var initialisation was studied."""
+    layers: list[nn.Module] = []
+    channels = in_channels
+    for first, second in ((64, 128), (128, 256), (256, 512)):
+        layers += [nn.Conv2d(channels, first, 3, padding=1), make_activation(activation)]
+        layers += [nn.Conv2d(first, second, 3, padding=1), make_activation(activation), nn.AvgPool2d(2)]
+        channels = second
+    return _drawn([*layers, nn.Conv2d(channels, num_classes, 3, padding=1), SpatialMean()], init)
+
+
+def _three_pairs(in_channels: int, activation: str) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for width in (32, 64, 128):
+        layers += [nn.Conv2d(in_channels, width, 3, padding=1), make_activation(activation)]
+        layers += [nn.Conv2d(width, width, 3, padding=1), make_activation(activation), nn.MaxPool2d(2)]
+        in_channels = width
+    return layers
+
+
+def _three_pooled_features(image_size: ImageSize) -> int:
+    height, width = height_width(image_size, least=8)
+    return 128 * (height // 8) * (width // 8)
+
+
+def _drawn(layers: list[nn.Module], init: str) -> nn.Module:
+    model = nn.Sequential(*layers)
+    initialise(model, init)
+    return model

@@ -1,0 +1,189 @@
+"""The only place that draws noise: normals with full tails, added on a grid that does not depend on the data.
+
+Two things make a Gaussian mechanism on a computer weaker than on paper. First, generators that cut their tails
+(``torch.randn`` on a CPU never passes 5.768 standard deviations) put a floor under delta. Here the radius of every
+pair of normals reaches 13.3, with a full float64 mantissa on the whole way. Second, the low bits of a floating-point
+sum tell what was added to what. Here the clipped sum and the noise are both rounded to one public grid before they
+meet, so that their sum is exact and everything after it is post-processing. docs/guarantee.md says what remains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dpvision.checks import ArgumentError, PrivacyError
+from dpvision.flow import (
+    _MADE_BY_PRIVATIZE,  # pyright: ignore[reportPrivateUsage]
+    ClippedSum,
+    PrivateGrad,
+)
+from dpvision.keys import Keys, random_words
+from dpvision.mechanism import Mechanism
+
+KEY_BYTES = 32
+GRID_BITS = 30
+"""The grid's spacing is 2⁻³⁰ of the noise's standard deviation, rounded down to a power of two."""
+
+_PAIRS = 1 << 14  # pairs of normals worked on at once: small enough for the cache
+_FIRST_TAIL_WORD = np.uint64(2**64 - 2**53)  # one word in 2048 is a tail word
+_LEAST_STDDEV, _MOST_STDDEV = 2.0**-400, 2.0**400  # beyond these the grid would leave float64's range
+
+
+def standard_normals(key: bytes, count: int) -> NDArray[np.float64]:
+    """``count`` independent standard normals, a function of ``key`` and ``count`` alone.
+
+    Box–Muller in float64 on the AES-256-CTR stream of ``key``: 64 bits for the angle, 64 for the radius, and 64 more
+    for the radius in the outer 1/2048 of the mass, so that the far tail is as finely resolved as the middle.
+
+    Guarantee: the largest possible radius is 13.37, whose tail mass is 2⁻¹²⁹; no threads, so no dependence on them.
+    """
+    if len(key) != KEY_BYTES:
+        raise ArgumentError(f"a noise key must have {KEY_BYTES} bytes, got {len(key)}. Use Keys.derive.")
+    pairs = (count + 1) // 2
+    words = random_words(key, 2 * pairs)
+    radius_words, angle_words = words[:pairs], words[pairs:]
+    tails = np.flatnonzero(radius_words >= _FIRST_TAIL_WORD)
+    more_words = random_words(hmac.digest(key, b"dpvision tail words", "sha256"), len(tails))
+    tail_radii = _tail_radii(radius_words[tails], more_words)
+    normals = np.empty(2 * pairs)
+    for start in range(0, pairs, _PAIRS):
+        stop = min(start + _PAIRS, pairs)
+        radii = _radii(radius_words[start:stop])
+        first, last = np.searchsorted(tails, (start, stop))
+        radii[tails[first:last] - start] = tail_radii[first:last]
+        cosines, sines = _circle(angle_words[start:stop])
+        np.multiply(radii, cosines, out=normals[start:stop])
+        np.multiply(radii, sines, out=normals[pairs + start : pairs + stop])
+    return normals[:count]
+
+
+def _radii(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """√(−2·log(1 − w·2⁻⁶⁴)): as fine near zero as float64 allows. Tail words come out coarse or infinite here."""
+    radii = words * -(2.0**-64)
+    with np.errstate(divide="ignore"):
+        np.log1p(radii, out=radii)
+    radii *= -2.0
+    return np.sqrt(radii, out=radii)
+
+
+def _tail_radii(words: NDArray[np.uint64], more_words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """The radii of tail words, from what ``words`` lack to 2⁶⁴, continued by 64 bits below the point."""
+    rest = (~words).astype(np.float64) + (more_words * 2.0**-64 + 2.0**-65)
+    return np.sqrt(-2.0 * (np.log(rest) - 64.0 * math.log(2.0)))
+
+
+def _circle(words: NDArray[np.uint64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Cosine and sine of a uniform angle, both from the tangent of its half: one slow function instead of two."""
+    tangents = np.tan(words.view(np.int64) * (math.pi * 2.0**-64))
+    twice_squared_cosines = 2.0 / (tangents * tangents + 1.0)
+    return twice_squared_cosines - 1.0, tangents * twice_squared_cosines
+
+
+def generator_fingerprint() -> str:
+    """A digest of 2¹⁶ normals of a fixed key: differs where this machine's arithmetic differs in their last bits.
+
+    A resumed run may replay a step only where its noise comes out bit for bit as before, so this belongs to what the
+    noise key is bound to.
+    """
+    return hashlib.sha256(standard_normals(bytes(KEY_BYTES), 1 << 16).tobytes()).hexdigest()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The public grid of one release: the distance of its points, and the noise's standard deviation on it."""
+
+    spacing: float
+    noise_stddev: float
+
+    @staticmethod
+    def of(mechanism: Mechanism, *, coordinates: int) -> Grid:
+        """The grid for a sum of ``coordinates`` numbers.
+
+        Rounding a sum to the grid can move two neighbouring sums apart by at most ``spacing·√coordinates``. That much
+        is added to the clip norm here, so that the ratio of noise to sensitivity is the mechanism's own. It is below
+        2e-6 for a million numbers.
+        """
+        stddev = mechanism.noise_stddev
+        if not _LEAST_STDDEV <= stddev <= _MOST_STDDEV:
+            raise ArgumentError(
+                f"noise_stddev must lie between {_LEAST_STDDEV:.1g} and {_MOST_STDDEV:.1g}, got {stddev:g} "
+                "(noise_multiplier * clip_norm). Choose a clip_norm nearer to one."
+            )
+        spacing = math.ldexp(1.0, math.frexp(stddev)[1] - 1 - GRID_BITS)
+        sensitivity = mechanism.clip_norm + spacing * math.sqrt(coordinates)
+        return Grid(spacing=spacing, noise_stddev=mechanism.noise_multiplier * sensitivity)
+
+
+def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> PrivateGrad:
+    """The noisy mean gradient of one step: ``(sum + noise) / expected_batch_size``, noise drawn once, for the sum.
+
+    Order of rounding: the sum is taken to float64 (exact) and rounded to the grid; the noise is made in float64 and
+    rounded to the same grid; both are whole numbers of grid steps, and their float64 sum is the correctly rounded
+    value of the exact one. As rounding commutes with adding a grid point, the result equals ``round(sum + noise)`` of
+    an ideal real-valued mechanism whose sum lies on the grid: scaling, division by the public batch size and the cast
+    to the parameter's dtype come after it and see nothing else.
+
+    Guarantee: a Gaussian mechanism of ``noise_multiplier`` for sums that one unit moves by at most ``clip_norm``, up
+    to the generator's computational security and the float64 accuracy of single normals. Each (step, parameter) has
+    its own noise; the same keys, step and sum give the same bits, on any device and number of threads.
+    """
+    _require_sound(clipped, mechanism, step)
+    grid = Grid.of(mechanism, coordinates=sum(sums.numel() for sums in clipped.gradients.values()))
+    gradients = {
+        name: _release(sums, keys.derive("noise", step, name), grid, divisor=mechanism.expected_batch_size)
+        for name, sums in clipped.gradients.items()
+    }
+    return PrivateGrad(gradients, step, proof=_MADE_BY_PRIVATIZE)
+
+
+def _require_sound(clipped: ClippedSum, mechanism: Mechanism, step: int) -> None:
+    if type(clipped) is not ClippedSum:
+        raise PrivacyError(f"only a ClippedSum can be made private, got {type(clipped).__name__}. Use clipped_sum.")
+    if type(step) is not int or step < 0:
+        raise ArgumentError(f"step must be a whole number >= 0, got {step!r}.")
+    if not clipped.clip_norm == mechanism.clip_norm:
+        raise PrivacyError(
+            f"the sum was clipped to {clipped.clip_norm}, but the noise is for clip_norm {mechanism.clip_norm}: the "
+            "epsilon would be false. Clip with the mechanism's own clip_norm."
+        )
+    broken = [name for name, sums in clipped.gradients.items() if not _is_finite(sums)]
+    if broken:
+        raise PrivacyError(
+            f"the clipped sum must be finite floating-point numbers, and is not in {', '.join(broken)}: noise would "
+            "not hide it. A unit without a finite gradient must contribute zero."
+        )
+
+
+def _is_finite(sums: Tensor) -> bool:
+    # The extremes are finite only if everything is (NaN comes through), and finding them reads the memory once.
+    return sums.is_floating_point() and (not sums.numel() or all(bool(end.isfinite()) for end in torch.aminmax(sums)))
+
+
+def _release(sums: Tensor, key: bytes, grid: Grid, *, divisor: float) -> Tensor:
+    """One parameter's noisy mean. Worked on the CPU wherever ``sums`` lives, so that every device gives equal bits."""
+    values = sums.detach().to("cpu").contiguous().view(-1)
+    released = torch.empty_like(values)
+    noise = standard_normals(key, values.numel())
+    noise_steps, mean_per_step = grid.noise_stddev / grid.spacing, grid.spacing / divisor
+    for start in range(0, noise.size, _PAIRS):
+        exact = values[start : start + _PAIRS].to(torch.float64, copy=True)
+        piece: NDArray[np.float64] = exact.numpy()  # the same memory
+        piece *= 1.0 / grid.spacing  # a power of two: exact
+        np.rint(piece, out=piece)
+        noise_piece = noise[start : start + _PAIRS]
+        noise_piece *= noise_steps
+        np.rint(noise_piece, out=noise_piece)
+        piece += noise_piece
+        piece *= mean_per_step
+        released[start : start + _PAIRS] = exact
+    return released.view(sums.shape).to(sums.device)

@@ -1,0 +1,82 @@
+"""The learning rate as a function of the step, and of public metrics where that was declared."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, final
+
+from dpvision.checks import ArgumentError, Problems
+from dpvision.optim.settings import ScheduleSettings
+
+_LEAST_IMPROVEMENT = 1e-4  # relative, as in torch's ReduceLROnPlateau
+
+
+@final
+class Schedule:
+    """The learning rate of each step. Only a plateau schedule has state: what was reported to it."""
+
+    def __init__(self, settings: ScheduleSettings, *, base_rate: float, total_steps: int) -> None:
+        problems = Problems()
+        problems.positive("learning_rate", base_rate)
+        problems.count("total_steps", total_steps)
+        problems.raise_if_any()
+        self._settings = settings
+        self._base_rate = base_rate
+        self._total_steps = total_steps
+        self._best: float | None = None
+        self._reports_since_best = 0
+        self._reductions = 0
+
+    def learning_rate(self, step: int) -> float:
+        """The rate used at ``step``, counted from zero."""
+        if type(step) is not int or step < 0:
+            raise ArgumentError(f"step must be a whole number >= 0, got {step!r}.")
+        warmup = self._settings.warmup_steps
+        rise = min(1.0, (step + 1) / warmup) if warmup else 1.0
+        return self._base_rate * rise * self._decay(step)
+
+    def _decay(self, step: int) -> float:
+        settings = self._settings
+        if settings.kind == "step" and settings.every_steps is not None:
+            return settings.factor ** (step // settings.every_steps)
+        if settings.kind == "cosine":
+            length = max(1, self._total_steps - settings.warmup_steps)
+            progress = min(1.0, max(0, step - settings.warmup_steps) / length)
+            return settings.final_fraction + (1 - settings.final_fraction) * (1 + math.cos(math.pi * progress)) / 2
+        if settings.kind == "plateau":
+            return settings.factor**self._reductions
+        return 1.0
+
+    def report_public_metric(self, value: float) -> None:
+        """Feed the plateau schedule; every other kind ignores it. A value that is not a number is no improvement.
+
+        Guarantee: none of its own; the settings have declared (``public_metric``) that ``value`` is public.
+        """
+        if self._settings.kind != "plateau":
+            return
+        if math.isfinite(value) and (self._best is None or self._improves(value, self._best)):
+            self._best, self._reports_since_best = value, 0
+            return
+        self._reports_since_best += 1
+        if self._reports_since_best > self._settings.patience:
+            self._reductions += 1
+            self._reports_since_best = 0
+
+    def _improves(self, value: float, best: float) -> bool:
+        if self._settings.goal == "max":
+            return value > best * (1 + _LEAST_IMPROVEMENT)
+        return value < best * (1 - _LEAST_IMPROVEMENT)
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain values."""
+        return {
+            "best": self._best,
+            "reports_since_best": self._reports_since_best,
+            "reductions": self._reductions,
+        }
+
+    def load_state(self, values: dict[str, Any]) -> None:
+        """The inverse of ``state``."""
+        self._best = values["best"]
+        self._reports_since_best = values["reports_since_best"]
+        self._reductions = values["reductions"]

@@ -1,0 +1,347 @@
+"""The sections of the page, each from the facts of a run."""
+
+from __future__ import annotations
+
+from dpvision.certificate import Certificate
+from dpvision.report import words
+from dpvision.report.attack import balanced_attack_bound, proved_pairs, true_positive_bound
+from dpvision.report.bars import class_bars, measured_classes, unmeasured_classes
+from dpvision.report.blocks import bullets, card, equation, facts, flat, paragraph, power, table
+from dpvision.report.facts import FinalMetrics, Metrics, RunFacts, is_private, reasons_against_release
+from dpvision.report.figures import MARKED_RATES, accuracy_chart, attack_chart
+from dpvision.report.markup import Markup, element, join
+
+_MECHANISM_NAMES = {
+    "clip_norm": "Clip norm",
+    "noise_multiplier": "Noise multiplier",
+}
+_ADJACENCY_NAMES = {
+    "add_remove": "one unit added or removed",
+    "replace_one": "one unit replaced by another",
+    "zero_out": "one unit's contribution left out",
+}
+
+
+def stamp(certificate: Certificate) -> Markup | None:
+    """The loud warning of a run that must not be released."""
+    reasons = reasons_against_release(certificate)
+    if not reasons:
+        return None
+    caveat = None
+    if is_private(certificate):
+        caveat = paragraph("Epsilon below describes the mechanism. For this run, don't rely on it as a guarantee.")
+    return element("section", element("div", "Not for release", class_="big"), bullets(reasons), caveat, class_="stamp")
+
+
+def guarantee(certificate: Certificate) -> Markup:
+    """The guarantee in plain words, and what it leaves to an attacker."""
+    epsilon, delta = certificate.epsilon, certificate.delta
+    if epsilon is None or delta is None:
+        return card(
+            "No guarantee",
+            paragraph(
+                "This model was trained without privacy. Whoever holds the weights may be able to tell which pictures "
+                "it was trained on, or to recover some of them. Treat the weights like the training data."
+            ),
+        )
+    return card(
+        "What the mechanism would guarantee" if reasons_against_release(certificate) else "What is guaranteed",
+        element(
+            "div",
+            element("div", *_promise(certificate, epsilon=epsilon, delta=delta)),
+            element("div", *_attack_picture(certificate)),
+            class_="words",
+        ),
+    )
+
+
+def accuracy(run: RunFacts) -> Markup:
+    """How good the model is on public data, and how that grew with epsilon."""
+    metrics, final = run.metrics, run.metrics.final if run.metrics else None
+    if metrics is None or (final is None and not metrics.curve):
+        return card(
+            "Accuracy",
+            paragraph(
+                "No accuracy is stated: the release holds no figures from public test data. Figures from the private "
+                "training pictures are not shown here, because they are not covered by the guarantee."
+            ),
+        )
+    return card(
+        "Accuracy over epsilon" if is_private(run.certificate) else "Accuracy over training",
+        element(
+            "div",
+            element("div", *_accuracy_words(run.certificate, metrics)),
+            element("div", _curve(run.certificate, metrics)),
+            class_="words",
+        ),
+    )
+
+
+def classes(final: FinalMetrics | None, *, private: bool) -> Markup | None:
+    """Each class by itself, worst first."""
+    rows = measured_classes(final) if final else []
+    if final is None or not rows:
+        return None
+    missing = unmeasured_classes(final)
+    absent = paragraph("No test pictures: ", ", ".join(missing), ".", class_="note") if missing else None
+    return card(
+        "Accuracy of each class",
+        paragraph(*_spread(rows[0].name, rows[0].accuracy, rows[-1].name, rows[-1].accuracy)),
+        class_bars(rows, overall=final.accuracy),
+        paragraph(
+            "Dashed: all classes together. Thin line: 95 % interval from the number of test pictures.",
+            " Private training tends to cost rare and difficult classes most: look at the worst before use."
+            if private
+            else "",
+            class_="note after",
+        ),
+        absent,
+    )
+
+
+def charged(certificate: Certificate) -> Markup:
+    """What the budget paid for."""
+    if not certificate.charged:
+        return card("What was charged", paragraph("Nothing: no noisy release was made."))
+    rows = [
+        (
+            words.sentence(charge.purpose),
+            words.number(charge.count),
+            words.number(charge.sample_rate),
+            words.number(charge.noise_multiplier),
+        )
+        for charge in certificate.charged
+    ]
+    return card(
+        "What was charged",
+        paragraph("Every look at the private pictures that went through noise, and so is covered by epsilon."),
+        table(
+            ("Purpose", "Times", "Share of units drawn", "Noise multiplier"),
+            rows,
+            right=frozenset({1, 2, 3}),
+            total=_total(certificate),
+        ),
+    )
+
+
+def declared(certificate: Certificate) -> Markup:
+    """What was taken as public, and so cost nothing."""
+    items = [
+        join(words.sentence(entry.what), element("span", entry.how, class_="how") if entry.how else None)
+        for entry in certificate.declared
+    ]
+    return card(
+        "Declared public",
+        paragraph("Used without noise and without charge, because the operator declares it public.", class_="note"),
+        bullets(items) if items else paragraph("Nothing."),
+    )
+
+
+def not_covered(certificate: Certificate) -> Markup | None:
+    """What epsilon does not speak of."""
+    if not is_private(certificate):
+        return None
+    general = [
+        "What the model says about people in general. If it learns that a pattern goes with a disease, that is "
+        "knowledge about everyone with the pattern, whether or not they took part."
+    ]
+    if certificate.privacy_unit != "example":
+        general.append(f"Several {certificate.privacy_unit}s together: for k of them the bound grows to k · ε.")
+    return card(
+        "Not covered",
+        paragraph("What the guarantee does not promise.", class_="note"),
+        bullets([*map(words.sentence, certificate.not_covered), *general]),
+    )
+
+
+def mechanism(certificate: Certificate) -> Markup | None:
+    """The facts from which epsilon follows."""
+    values = certificate.mechanism
+    if not values:
+        return None
+    rows = _mechanism_rows(certificate, values)
+    curve = [(power(point.delta), words.epsilon_text(point.epsilon)) for point in certificate.curve]
+    points = None
+    if curve:
+        points = element(
+            "div",
+            element("h3", "Epsilon at other deltas"),
+            table(("Delta", "Epsilon"), curve, right=frozenset({1})),
+            class_="after",
+        )
+    return card("Mechanism", facts(rows), points)
+
+
+def verification(certificate: Certificate) -> Markup:
+    """How to check all this without trusting the page."""
+    rows: list[tuple[str, str]] = []
+    if certificate.ledger is not None:
+        entries = f"{certificate.ledger.length:,} entries, head "
+        rows.append(("Ledger", join(entries, _hash(certificate.ledger.head))))
+    if certificate.weights_sha256:
+        rows.append(("Weights, SHA-256", _hash(certificate.weights_sha256)))
+    if certificate.config_sha256:
+        rows.append(("Settings, SHA-256", _hash(certificate.config_sha256)))
+    return card(
+        "How to verify it",
+        paragraph("This page proves nothing: it shows the files beside it. In the folder that holds it, run"),
+        element("pre", "dpvision verify certificate.json"),
+        paragraph(
+            "This recomputes epsilon from the ledger alone, follows the ledger's chain of hashes and compares the "
+            "weights with their hash. It needs neither the training pictures nor PyTorch."
+            if is_private(certificate)
+            else "This compares the weights with their hash. There is no epsilon to recompute."
+        ),
+        facts(rows) if rows else None,
+    )
+
+
+def background(run: RunFacts) -> Markup | None:
+    """Data, software and settings."""
+    parts: list[Markup] = []
+    for title, values in (("Data", run.certificate.data), ("Software", run.certificate.software)):
+        if values:
+            parts.append(element("div", element("h3", title), facts(flat(values))))
+    settings = None
+    if run.config:
+        settings = element("details", element("summary", "All settings of the run"), facts(flat(run.config)))
+    if not parts and settings is None:
+        return None
+    return card("Data, software, settings", element("div", *parts, class_="words"), settings)
+
+
+def _promise(certificate: Certificate, *, epsilon: float, delta: float) -> list[Markup | None]:
+    unit, adjacency = certificate.privacy_unit, certificate.adjacency
+    number_of_units = (certificate.mechanism or {}).get("num_units")
+    warning = words.delta_warning(delta, number_of_units, unit)
+    return [
+        paragraph(
+            f"The guarantee protects {words.unit_and_pictures(unit)}. Compare two trainings, "
+            f"{words.neighbours(adjacency, unit)}: nothing that anyone can read out of the released model is more "
+            "than ",
+            equation(join("e", element("sup", "ε")), words.odds_factor(epsilon)),
+            " times as probable after one as after the other, apart from a remainder of at most ",
+            equation("δ", power(delta)),
+            ".",
+        ),
+        paragraph(
+            "This holds against everyone, whatever they know already (even all other training pictures) and however "
+            "long they compute. It can't be undone by anything that is done with the model later."
+        ),
+        paragraph(words.orientation(epsilon)),
+        paragraph(warning, class_="warning") if warning else None,
+        *_attack_table(certificate),
+    ]
+
+
+def _attack_table(certificate: Certificate) -> list[Markup]:
+    pairs = proved_pairs(certificate)
+    rows = [
+        (f"{100 * rate:g} %", words.bound_percent(true_positive_bound(pairs, rate)), f"{100 * rate:g} %")
+        for rate in MARKED_RATES
+    ]
+    return [
+        table(
+            ("Outsiders wrongly accused", "Members recognised, at most", "By guessing"), rows, right=frozenset({1, 2})
+        ),
+        paragraph(words.equal_chance(balanced_attack_bound(pairs), certificate.privacy_unit), class_="note after"),
+    ]
+
+
+def _attack_picture(certificate: Certificate) -> list[Markup]:
+    return [
+        element("h3", "The most that any attack can achieve"),
+        paragraph(
+            f"An attacker wants to know {words.secret(certificate.adjacency, certificate.privacy_unit)}.", class_="note"
+        ),
+        attack_chart(proved_pairs(certificate)),
+    ]
+
+
+def _accuracy_words(certificate: Certificate, metrics: Metrics) -> list[Markup]:
+    final = metrics.final
+    if final is None:
+        return [
+            paragraph("The figures of the finished model are missing; the curve shows what was measured on the way.")
+        ]
+    rows = [("Test accuracy", words.percent(final.accuracy, of=final.pictures))]
+    if final.top5 is not None:
+        rows.append(("Top-5 accuracy", words.percent(final.top5, of=final.pictures)))
+    if final.loss is not None:
+        rows.append(("Loss (cross-entropy)", f"{final.loss:.4f}"))
+    if final.calibration is not None:
+        rows.append(("Calibration error", words.percent(final.calibration)))
+    if final.weights:
+        rows.append(("Weights", final.weights))
+    if metrics.train_seconds is not None:
+        rows.append(("Training time", words.duration(metrics.train_seconds)))
+    spent = (
+        "Each point is the model after more steps, with the epsilon spent until then. "
+        if is_private(certificate)
+        else ""
+    )
+    return [
+        paragraph(
+            f"{spent}All figures come from public data ({final.evaluated_on}"
+            f"{f', {final.pictures:,} pictures' if final.pictures else ''}) and cost no privacy."
+        ),
+        facts(rows),
+    ]
+
+
+def _curve(certificate: Certificate, metrics: Metrics) -> Markup:
+    if is_private(certificate):
+        points = [(point.epsilon, point.accuracy) for point in metrics.curve if point.epsilon is not None]
+        title = "Epsilon spent"
+    else:
+        points = [(float(point.step), point.accuracy) for point in metrics.curve]
+        title = "Steps"
+    if not points:
+        return paragraph("The curve was not recorded.", class_="note")
+    points.sort(key=lambda point: point[0])
+    pictures = metrics.final.pictures if metrics.final else None
+    return accuracy_chart(points, x_title=title, final_label=words.percent(points[-1][1], of=pictures))
+
+
+def _spread(worst: str, worst_share: float, best: str, best_share: float) -> list[str | Markup]:
+    if worst_share == best_share:
+        return ["All classes are recognised equally well."]
+    gap = 100 * (best_share - worst_share)
+    return [
+        "Worst is ",
+        element("b", worst),
+        f" with {words.percent(worst_share)}, best is ",
+        element("b", best),
+        f" with {words.percent(best_share)}: {gap:.1f} percentage points apart.",
+    ]
+
+
+def _total(certificate: Certificate) -> Markup | None:
+    if certificate.epsilon is None or certificate.delta is None:
+        return None
+    rdp = certificate.epsilon_rdp
+    beside = f"; by RDP, as most papers count, {words.epsilon_text(rdp)}" if rdp is not None else ""
+    return join(
+        "Together ",
+        equation("ε", words.epsilon_text(certificate.epsilon)),
+        " at ",
+        equation("δ", power(certificate.delta)),
+        f", by privacy loss distributions{beside}.",
+    )
+
+
+def _mechanism_rows(certificate: Certificate, values: dict[str, object]) -> list[tuple[str, str]]:
+    rest = {key: value for key, value in values.items() if key not in ("privacy_unit", "adjacency")}
+    units, batch, planned = (rest.pop(key, None) for key in ("num_units", "expected_batch_size", "steps"))
+    rows = [
+        ("Unit", f"{certificate.privacy_unit}, {words.number(units)} in all"),
+        ("Neighbours", _ADJACENCY_NAMES[certificate.adjacency]),
+        ("Steps", f"{certificate.steps_taken:,} taken of {words.number(planned)} planned"),
+        ("Draw", f"each unit by its own coin (Poisson), {words.number(batch)} expected per step"),
+        ("Divisor", f"{words.number(batch)}, a public constant"),
+    ]
+    return rows + [(_MECHANISM_NAMES.get(name, name), text) for name, text in flat(rest)]
+
+
+def _hash(value: str) -> Markup:
+    return element("span", value, class_="hash")

@@ -1,0 +1,71 @@
+"""The wording of a run's end on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dpvision.certificate import Certificate
+from dpvision.report import words
+from dpvision.report.attack import proved_pairs, true_positive_bound
+from dpvision.report.facts import (
+    FinalMetrics,
+    checked_certificate,
+    checked_metrics,
+    read_run,
+    reasons_against_release,
+)
+from dpvision.report.markup import visible
+
+_NEIGHBOURS = {"add_remove": "added or removed", "replace_one": "replaced", "zero_out": "left out"}
+
+
+def summary_lines(certificate: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> list[str]:
+    """Accuracy, guarantee and what it means, a line each; reasons against release come first, and last."""
+    facts = checked_certificate(certificate)
+    final = checked_metrics(metrics).final if metrics is not None else None
+    warning = [f"NOT FOR RELEASE: {reason}" for reason in reasons_against_release(facts)]
+    lines = [_accuracy_line(final), *_worst_line(final), *_guarantee_lines(facts)]
+    return [visible(line.replace(words.SPACE, " ")) for line in (*lines, *warning)]
+
+
+def figures_of(run: Path) -> dict[str, Any]:
+    """The same figures for machines: as they are in the files, not rounded."""
+    facts = read_run(run)
+    final = facts.metrics.final if facts.metrics else None
+    names = ("epsilon", "delta", "epsilon_rdp", "privacy_unit", "adjacency", "steps_taken", "for_release")
+    return {
+        "accuracy": None if final is None else final.accuracy,
+        **{name: getattr(facts.certificate, name) for name in names},
+        "reasons_against_release": list(reasons_against_release(facts.certificate)),
+    }
+
+
+def _accuracy_line(final: FinalMetrics | None) -> str:
+    if final is None:
+        return "accuracy  not measured: no public test data"
+    size = f", {final.pictures:,} pictures" if final.pictures else ""
+    weights = f", {final.weights} weights" if final.weights else ""
+    return f"accuracy  {words.percent(final.accuracy, of=final.pictures)}  ({final.evaluated_on}{size}{weights})"
+
+
+def _worst_line(final: FinalMetrics | None) -> list[str]:
+    known = {name: share for name, share in final.per_class.items() if share is not None} if final else {}
+    if len(known) < 2:
+        return []
+    name = min(known, key=lambda key: (known[key], key))
+    return [f"worst     {words.percent(known[name])}  (class {name})"]
+
+
+def _guarantee_lines(facts: Certificate) -> list[str]:
+    if facts.epsilon is None or facts.delta is None:
+        return ["epsilon   none: trained without privacy, no guarantee"]
+    found = words.bound_percent(true_positive_bound(proved_pairs(facts), 0.01))
+    change = f"one {facts.privacy_unit} {_NEIGHBOURS[facts.adjacency]}"
+    members = f"{words.the_unit(facts.privacy_unit)}s"
+    return [
+        f"epsilon   {words.epsilon_text(facts.epsilon)}  (proved upper bound, {change})",
+        f"delta     {facts.delta:g}",
+        f"meaning   an attack that wrongly accuses 1 % of outsiders finds at most {found} of the {members}",
+    ]

@@ -1,0 +1,259 @@
+"""The folder of one run: who may write to it, and in which order its files appear."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, final
+
+from dpvision.checks import ArgumentError, DPVisionError, PrivacyError, TamperError
+from dpvision.files import disk_errors, sync_folder, write_atomically
+from dpvision.keys import Keys
+from dpvision.ledger import Ledger, read_ledger
+from dpvision.runfolder.checkpoints import Checkpoint, inspect_checkpoints, latest_checkpoint, save_checkpoint
+from dpvision.runfolder.content import json_bytes, ledger_mark, parse_object, read_file, sha256_hex, tensors_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LEDGER, CONFIG, WEIGHTS, METRICS = "ledger.jsonl", "config.json", "weights.safetensors", "metrics.json"
+REPORT, CERTIFICATE, MANIFEST = "report.html", "certificate.json", "manifest.json"
+_OWN_FILES = frozenset({LEDGER, CONFIG, WEIGHTS, METRICS, CERTIFICATE, MANIFEST})
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@final
+@dataclass(frozen=True)
+class StoredKey:
+    """The run's secret and what it is bound to, one binding per fork."""
+
+    keys: Keys
+    run_id: str
+    bindings: tuple[dict[str, str], ...]
+
+
+@final
+class RunFolder:
+    """The folder of one run. The first method that writes locks it against other processes; ``close`` lets it go."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.release = root / "release"
+        self.private = root / "private"
+        self.checkpoints = self.private / "checkpoints"
+        self.ledger_path = self.release / LEDGER
+        self.key_path = self.private / "key.json"
+        self._withdrawn = self.private / "withdrawn-certificate.json"
+        self._unlock: weakref.finalize[[int], RunFolder] | None = None
+
+    @staticmethod
+    def create(path: Path) -> RunFolder:
+        """A new, empty run folder, locked. A folder that holds anything already is left alone."""
+        folder = RunFolder(path)
+        with disk_errors(f"make the run folder {path}"):
+            if path.is_dir() and any(path.iterdir()):
+                raise ArgumentError(f"{path} must be a new or an empty folder. Choose another one, or resume that run.")
+            folder.release.mkdir(parents=True, exist_ok=True)
+            folder.private.mkdir(mode=0o700, exist_ok=True)
+            folder.checkpoints.mkdir(mode=0o700, exist_ok=True)
+            sync_folder(path)
+        folder.lock()
+        return folder
+
+    @staticmethod
+    def open(path: Path) -> RunFolder:
+        """An existing run folder, for reading; it is locked when it is first written to."""
+        folder = RunFolder(path)
+        if not folder.release.is_dir():
+            raise ArgumentError(f"{path} must be a run folder: it has no release/. Give what dpvision train made.")
+        return folder
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def lock(self) -> None:
+        """Keep other processes from writing here, until ``close`` or the end of this process."""
+        if self._unlock is None:
+            with disk_errors(f"lock {self.root}"):
+                self._unlock = weakref.finalize(self, os.close, _locked(self.private / "lock", self.root))
+
+    def close(self) -> None:
+        """Let other processes write here."""
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
+
+    def save_key(self, keys: Keys, *, run_id: str, bindings: Iterable[Mapping[str, str]]) -> None:
+        """Keep the secret for resuming, readable by its owner only."""
+        values = {
+            "secret": keys.secret.hex(),
+            "context": keys.context,
+            "hand_seeded": keys.hand_seeded,
+            "run_id": run_id,
+            "bindings": [dict(binding) for binding in bindings],
+        }
+        self._write(self.key_path, json_bytes({**values, "sha256": _digest(values)}), mode=0o600)
+
+    def load_key(self) -> StoredKey:
+        """The secret; a changed bit is named, because other noise would pass for the charged one."""
+        values = parse_object(read_file(self.key_path), name=str(self.key_path))
+        claimed = values.pop("sha256", None)
+        if claimed != _digest(values):
+            raise TamperError(f"{self.key_path} was changed: its hash does not fit. Put the old one back.")
+        try:
+            keys = Keys(bytes.fromhex(values["secret"]), values["context"], hand_seeded=values["hand_seeded"])
+            return StoredKey(keys, values["run_id"], tuple(values["bindings"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise TamperError(f"{self.key_path} is not what dpvision writes: {error}.") from error
+
+    def open_ledger(self) -> Ledger:
+        """The ledger, for writing. It must hold all that a checkpoint or a certificate remembers of it.
+
+        Guarantee: before it grows, the certificate of the shorter ledger is withdrawn.
+        """
+        self.lock()
+        longest = max(self.known_marks().values(), default=None)
+        return Ledger.open(self.ledger_path, at_least=longest, before_growth=self.withdraw_release)
+
+    def known_marks(self) -> dict[str, tuple[int, str]]:
+        """(length, head) of the ledger as each whole checkpoint and each certificate remembers it."""
+        files = inspect_checkpoints(self.checkpoints)
+        marks = {file.path.name: file.ledger for file in files if file.problem is None}
+        for path in (self.release / CERTIFICATE, self._withdrawn):
+            if path.exists() or path.is_symlink():
+                mark = ledger_mark(parse_object(read_file(path), name=str(path)).get("ledger"))
+                if mark is None:
+                    raise TamperError(f"{path} does not say how long the ledger was. Put the old one back.")
+                marks[path.name] = mark
+        return marks
+
+    def save_checkpoint(self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Path:
+        """Write a resume point and keep the last two. ``values["ledger"]`` is ``Ledger.mark`` at this moment."""
+        self.lock()
+        with disk_errors(f"write a checkpoint into {self.checkpoints}"):
+            return save_checkpoint(self.checkpoints, step, tensors, values)
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The newest whole checkpoint, or None before the first. Only damaged ones left: ``TamperError``."""
+        return latest_checkpoint(self.checkpoints)
+
+    def write_config(self, text: str) -> None:
+        """Keep the configuration, public from the start."""
+        self._write(self.release / CONFIG, text.encode())
+
+    def read_config(self) -> str:
+        """The configuration as it was written."""
+        return read_file(self.release / CONFIG).decode(errors="replace")
+
+    def write_unsafe(self, name: str, values: Mapping[str, Any]) -> None:
+        """Keep figures that were computed from private data without noise: never part of the release."""
+        self._write(self.private / f"unsafe_{_plain(name)}.json", json_bytes(values), mode=0o600)
+
+    def write_release(
+        self, *, weights: bytes, certificate: Mapping[str, Any], metrics: Mapping[str, Any], config: str | None = None
+    ) -> None:
+        """Write the files that may be given away: the certificate near the end, the manifest last.
+
+        Guarantee: at no moment is there a certificate that claims less than the ledger. It is checked against the
+        ledger on disk, and an old one is withdrawn first.
+        """
+        text = self.read_config() if config is None else config
+        self._require_true(certificate, weights=weights, config=text.encode())
+        self.withdraw_release()
+        self.write_config(text)
+        self._write(self.release / WEIGHTS, weights)
+        self._write(self.release / METRICS, json_bytes(metrics))
+        self._write(self.release / CERTIFICATE, json_bytes(certificate))
+        names = release_files(self.release)
+        hashes = {name: sha256_hex(read_file(self.release / name, limit=None)) for name in names}
+        self._write(self.release / MANIFEST, json_bytes(hashes))
+
+    def _require_true(self, certificate: Mapping[str, Any], *, weights: bytes, config: bytes) -> None:
+        entries = read_ledger(self.ledger_path)
+        if certificate["ledger"] != {"length": len(entries), "head": entries[-1].hash}:
+            raise PrivacyError("the certificate was not made from the ledger as it is on disk. Build it anew.")
+        if certificate["weights_sha256"] != sha256_hex(weights) or certificate["config_sha256"] != sha256_hex(config):
+            raise PrivacyError("the certificate was made for other weights or another configuration. Build it anew.")
+
+    def withdraw_release(self) -> None:
+        """Take certificate and manifest out of ``release/``, and what a killed writer left; keep their marks."""
+        self.lock()
+        with disk_errors(f"withdraw the certificate in {self.release}"):
+            if (self.release / CERTIFICATE).exists():
+                os.replace(self.release / CERTIFICATE, self._withdrawn)
+                sync_folder(self.private)
+            for path in (self.release / MANIFEST, *self.release.glob(".*.tmp")):
+                path.unlink(missing_ok=True)
+            sync_folder(self.release)
+
+    def add_to_release(self, name: str, content: bytes) -> None:
+        """Write one more file (a report, a model card) into a finished release and its manifest.
+
+        The other files keep the hashes that they had: adding a file does not make a changed one right.
+        """
+        if _plain(name) in _OWN_FILES:
+            raise ArgumentError(f"{name} is written by the run itself. Choose another name.")
+        path = self.release / MANIFEST
+        hashes = parse_object(read_file(path), name=str(path))
+        self._write(self.release / name, content)
+        self._write(path, json_bytes(dict(sorted({**hashes, name: sha256_hex(content)}.items()))))
+
+    def load_weights(self) -> dict[str, Tensor]:
+        """The released weights, if they are the ones that the certificate names."""
+        certificate = parse_object(read_file(self.release / CERTIFICATE), name=str(self.release / CERTIFICATE))
+        path = self.release / WEIGHTS
+        content = read_file(path, limit=None)
+        if certificate.get("weights_sha256") != sha256_hex(content):
+            raise TamperError(f"{path} is not the file that the certificate names. Get the release anew.")
+        return tensors_of(content, name=str(path))
+
+    def _write(self, path: Path, content: bytes, *, mode: int = 0o644) -> None:
+        self.lock()
+        with disk_errors(f"write {path}"):
+            write_atomically(path, content, mode=mode)
+
+
+def release_files(release: Path) -> list[str]:
+    """Every file below ``release/`` but the manifest, links included, by relative name."""
+    files = (path for path in release.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(name for name in (path.relative_to(release).as_posix() for path in files) if name != MANIFEST)
+
+
+def _locked(path: Path, root: Path) -> int:
+    """A descriptor that holds the lock; the system drops it when the process ends, however it ends."""
+    import fcntl  # not on every system; reading needs no lock
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    except BlockingIOError as error:
+        owner = os.pread(descriptor, 20, 0).decode(errors="replace") or "unknown"
+        os.close(descriptor)
+        raise DPVisionError(f"{root} is in use by process {owner}. Wait until it ends, or stop it.") from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return sha256_hex(json.dumps(values, sort_keys=True).encode())
+
+
+def _plain(name: str) -> str:
+    if not _PLAIN_NAME.fullmatch(name):
+        raise ArgumentError(f"a file name must be plain letters, digits, dots and dashes, got {name!r}.")
+    return name

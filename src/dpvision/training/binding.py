@@ -1,0 +1,38 @@
+"""What a run's key is bound to. When any of it changes, a resumed run is a fork: other noise, charged again."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+from dpvision import __version__
+from dpvision.keys import Keys
+
+Binding = dict[str, str]
+
+
+def current_binding(*, run_id: str, config_digest: str, data_fingerprint: str, device: str) -> Binding:
+    """Every fact on which the bits of a released gradient depend."""
+    return {
+        "run": run_id,
+        "config": config_digest,
+        "data": data_fingerprint,
+        "device": device,
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "dpvision": __version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+    }
+
+
+def bound_keys(keys: Keys, binding: Binding, fork: int) -> Keys:
+    """The secret bound to these facts and this fork."""
+    return keys.bind(*(f"{name}={value}" for name, value in sorted(binding.items())), f"fork={fork}")
+
+
+def differences(old: dict[str, Any], new: Binding) -> list[str]:
+    """Names of the facts that are not as they were."""
+    return sorted(name for name in new if old.get(name) != new[name])

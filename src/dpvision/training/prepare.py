@@ -1,0 +1,173 @@
+"""From a configuration to something that can run: data loaded, open settings filled, noise calibrated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from dpvision.accounting import Charges, calibrate_noise_multiplier, mechanism_guarantee
+from dpvision.checks import ArgumentError
+from dpvision.config import DataConfig, RunConfig, parse_config
+from dpvision.data import (
+    ImageStore,
+    LoadOptions,
+    Normalisation,
+    fixed_normalisation,
+    hold_out,
+    load,
+    load_one,
+    mismatch_note,
+)
+from dpvision.keys import Keys
+from dpvision.mechanism import Event
+from dpvision.training.proposals import DEFAULT_IMAGE_SIZE, Choice, Facts, fill_open_settings
+
+STATISTICS = "normalisation statistics"
+
+
+@final
+@dataclass(frozen=True)
+class Pictures:
+    """The two splits of a run. ``train`` is private; ``test`` is declared public."""
+
+    train: ImageStore
+    test: ImageStore
+    published: Normalisation | None
+    held_out: bool
+
+
+@final
+@dataclass(frozen=True)
+class Prepared:
+    """A resolved configuration, its pictures, and what was chosen on the way."""
+
+    config: RunConfig
+    pictures: Pictures
+    choices: tuple[Choice, ...]
+    notes: tuple[str, ...]
+
+
+def load_options(data: DataConfig) -> LoadOptions:
+    """How the configuration wants pictures to be read."""
+    return LoadOptions(
+        data_dir=Path(data.data_dir) if data.data_dir else None,
+        image_size=data.image_size,
+        channels=data.channels,
+        skip_bad=data.skip_bad,
+        unit_column=data.unit_column,
+        unit_csv=Path(data.unit_csv) if data.unit_csv else None,
+        unit_folder_level=data.unit_folder_level,
+    )
+
+
+def load_pictures(data: DataConfig, keys: Keys) -> Pictures:
+    """Both splits. Without a test split, a part of the units is held out by a keyed draw."""
+    options = load_options(data)
+    splits = load(data.source, options)
+    constants = splits.normalisation if splits.normalisation.source == "published" else None
+    if data.test is not None:
+        test = load_one(data.test, options.like(splits.train), class_names=splits.train.class_names)
+        return Pictures(splits.train, test, constants, held_out=False)
+    if splits.test is not None:
+        return Pictures(splits.train, splits.test, constants, held_out=False)
+    train, test = hold_out(splits.train, fraction=data.holdout_fraction, keys=keys)
+    return Pictures(train, test, constants, held_out=True)
+
+
+def prepare(config: RunConfig, keys: Keys) -> Prepared:
+    """Load the pictures, fill what is open and calibrate the noise. Nothing is spent yet."""
+    choices: list[Choice] = []
+    if config.data.image_size is None and Path(config.data.source).is_dir():
+        data = config.data.model_copy(update={"image_size": DEFAULT_IMAGE_SIZE})
+        config = config.model_copy(update={"data": data})
+        choices.append(Choice("image_size", str(DEFAULT_IMAGE_SIZE), "small pictures train fast; raise it for detail"))
+    pictures = load_pictures(config.data, keys)
+    facts = Facts(
+        num_units=pictures.train.num_units,
+        num_classes=pictures.train.num_classes,
+        image_shape=pictures.train.image_shape,
+    )
+    config, chosen = fill_open_settings(config, facts)
+    config = name_normalisation(config, pictures)
+    if config.privacy.enabled:
+        config = calibrate(config)
+    config = parse_config(config.model_dump())
+    return Prepared(config, pictures, (*choices, *chosen), notes(config, pictures))
+
+
+def notes(config: RunConfig, pictures: Pictures) -> tuple[str, ...]:
+    """What the user should hear before training. For the terminal only: some of it depends on the private data."""
+    found = []
+    skipped = len(pictures.train.skipped) + len(pictures.test.skipped)
+    if skipped:
+        found.append(f"skipped {skipped} pictures that can't be read, the first: {pictures.train.skipped[:1]}.")
+    if pictures.held_out:
+        share = f"{config.data.holdout_fraction:.0%}"
+        found.append(f"no test set was named: {share} of the units are held out for testing, and not protected.")
+    if config.privacy.enabled:
+        mismatch = mismatch_note(pictures.train, config.mechanism)
+        found += [] if mismatch is None else [mismatch]
+    else:
+        found.append("training WITHOUT privacy: this run has no guarantee.")
+    return tuple(found)
+
+
+def name_normalisation(config: RunConfig, pictures: Pictures) -> RunConfig:
+    """Turn ``auto`` into the published constants of a known dataset, or into fixed ones."""
+    wanted = config.data.normalisation
+    if wanted == "auto":
+        wanted = "fixed" if pictures.published is None else "published"
+    if wanted == "published" and pictures.published is None:
+        raise ArgumentError(
+            f"normalisation must be fixed, none or released, got published: no constants are published for "
+            f"{config.data.source!r}."
+        )
+    if wanted == "released" and not config.privacy.enabled:
+        raise ArgumentError("normalisation=released adds noise for privacy: with --no-privacy use fixed or published.")
+    data = config.data.model_copy(update={"normalisation": wanted})
+    return config.model_copy(update={"data": data})
+
+
+def constant_normalisation(config: RunConfig, pictures: Pictures) -> Normalisation:
+    """The normalisation of a run that releases no statistics."""
+    channels = pictures.train.image_shape[0]
+    if config.data.normalisation == "published" and pictures.published is not None:
+        return pictures.published
+    if config.data.normalisation == "none":
+        return fixed_normalisation(channels, mean=0.0, std=1.0)
+    return fixed_normalisation(channels)
+
+
+def extra_charges(config: RunConfig) -> Charges:
+    """What is charged besides the training steps."""
+    if config.privacy.enabled and config.data.normalisation == "released":
+        noise = config.data.statistics_noise_multiplier
+        return ((Event(sample_rate=1.0, noise_multiplier=noise, purpose=STATISTICS), 1),)
+    return ()
+
+
+def calibrate(config: RunConfig) -> RunConfig:
+    """Set the noise so that the whole plan stays within the target; refuse a plan that would cross it."""
+    privacy = config.privacy
+    if privacy.delta is None:
+        raise ArgumentError("delta must be given: it has no default. Choose one below 1 / num_units.")
+    if privacy.noise_multiplier is None:
+        noise = calibrate_noise_multiplier(
+            num_units=privacy.num_units,
+            expected_batch_size=privacy.expected_batch_size,
+            steps=privacy.steps,
+            target_epsilon=privacy.target_epsilon,
+            delta=privacy.delta,
+            adjacency=privacy.adjacency,
+            extra=extra_charges(config),
+        )
+        privacy = privacy.model_copy(update={"noise_multiplier": noise})
+        config = config.model_copy(update={"privacy": privacy})
+    planned = mechanism_guarantee(config.mechanism, delta=privacy.delta, extra=extra_charges(config))
+    if privacy.target_epsilon is not None and planned.epsilon > privacy.target_epsilon:
+        raise ArgumentError(
+            f"the plan would spend epsilon {planned.epsilon:.4g}, more than target_epsilon={privacy.target_epsilon:g}. "
+            "Raise noise_multiplier, lower steps or expected_batch_size, or leave noise_multiplier open."
+        )
+    return config

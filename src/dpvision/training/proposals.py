@@ -1,0 +1,118 @@
+"""Rules of thumb for what the user left open. They read public facts only: declared sizes, never pixels or labels.
+
+docs/rules-of-thumb.md gives the reason for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from dpvision.accounting import propose_delta
+from dpvision.config import ModelConfig, RunConfig
+from dpvision.optim import AveragingSettings, OptimizerSettings
+
+SMALL_DATA = 20_000
+DEFAULT_IMAGE_SIZE = 32
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is declared public about the training data."""
+
+    num_units: int
+    num_classes: int
+    image_shape: tuple[int, int, int]
+
+
+@final
+@dataclass(frozen=True)
+class Choice:
+    """One open setting, what was chosen for it and why."""
+
+    setting: str
+    value: str
+    reason: str
+
+
+def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tuple[Choice, ...]]:
+    """The configuration with nothing left open but the noise multiplier, and what was chosen."""
+    choices: list[Choice] = []
+    privacy = config.privacy
+    updates: dict[str, object] = {}
+
+    def choose(setting: str, value: object, reason: str) -> None:
+        updates[setting] = value
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        choices.append(Choice(setting, shown, reason))
+
+    num_units = privacy.num_units or facts.num_units
+    if privacy.num_units is None:
+        choose("num_units", num_units, "units found in the training data; from here on a declared public constant")
+    if privacy.delta is None and privacy.enabled:
+        choose("delta", propose_delta(num_units), "a power of ten clearly below 1 / num_units")
+    model = config.model or propose_model(num_units, facts)
+    small = model.name in {"shoefit_cnn", "linear"}
+    batch = privacy.expected_batch_size
+    if batch is None:
+        batch = float(propose_batch(num_units, small=small))
+        choose("expected_batch_size", batch, "large batches win at a fixed epsilon")
+    if privacy.steps is None:
+        steps = propose_steps(num_units, batch, privacy.target_epsilon or 8.0)
+        choose("steps", steps, f"{steps * batch / num_units:.0f} passes; fewer when epsilon is small")
+    if privacy.clip_norm is None and privacy.enabled:
+        choose("clip_norm", 0.5 if small else 1.5, "the value that works for this family of models")
+    optimizer = config.optimizer or propose_optimizer(small=small)
+    if config.optimizer is None:
+        text = f"{optimizer.name}, learning rate {optimizer.learning_rate:g}"
+        choices.append(Choice("optimizer", text, "tuned for this family on public data"))
+    if config.model is None:
+        choices.insert(0, Choice("model", model.name, "few parameters suit few units" if small else "enough data"))
+    averaging = config.averaging
+    if config.optimizer is None and averaging.kind == "none":
+        averaging = AveragingSettings(kind="ema", decay=0.95)
+        choices.append(Choice("averaging", "ema, decay 0.95", "averages noise away and costs no epsilon"))
+    filled = config.model_copy(
+        update={
+            "privacy": privacy.model_copy(update=updates),
+            "model": fit_model(model, facts),
+            "optimizer": optimizer,
+            "averaging": averaging,
+        }
+    )
+    return filled, tuple(choices)
+
+
+def propose_model(num_units: int, facts: Facts) -> ModelConfig:
+    """A small tanh CNN for few units or small grey pictures, a ScaleResNet-9 for the rest."""
+    channels, height, _ = facts.image_shape
+    if num_units < SMALL_DATA or (channels == 1 and height <= DEFAULT_IMAGE_SIZE):
+        return ModelConfig(name="shoefit_cnn", options={"activation": "tanh"})
+    return ModelConfig(name="scaleresnet9")
+
+
+def fit_model(model: ModelConfig, facts: Facts) -> ModelConfig:
+    """Tell models with a fixed input size which one it is."""
+    if model.name in {"shoefit_cnn", "linear"} and "image_size" not in model.options:
+        return model.model_copy(update={"options": {**model.options, "image_size": facts.image_shape[1]}})
+    return model
+
+
+def propose_batch(num_units: int, *, small: bool) -> int:
+    """A tenth of the data and at least 512 for small models; 1024 to 4096 for large ones. Never above half."""
+    wanted = max(512, num_units // 10) if small else min(4096, max(1024, num_units // 24))
+    return max(1, min(wanted, num_units // 2))
+
+
+def propose_steps(num_units: int, batch: float, target_epsilon: float) -> int:
+    """About 40 passes at epsilon 3, fewer below, more above, and at least 50 steps."""
+    passes = 40 * min(2.0, max(0.25, (target_epsilon / 3) ** 0.5))
+    return max(50, min(2000, round(passes * num_units / batch)))
+
+
+def propose_optimizer(*, small: bool) -> OptimizerSettings:
+    """Momentum SGD for small tanh networks, NAdam for residual ones."""
+    if small:
+        return OptimizerSettings(name="sgd", learning_rate=4.0, momentum=0.7)
+    return OptimizerSettings(name="nadam", learning_rate=1e-3)

@@ -1,0 +1,106 @@
+"""What leaves the house at the end of a run: weights, certificate, metrics."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor
+
+from dpvision.certificate import ReleaseFacts, build_certificate
+from dpvision.ledger import read_ledger
+from dpvision.runfolder import sha256_hex, weights_bytes
+from dpvision.training.session import Session
+
+
+@final
+@dataclass(frozen=True)
+class RunResult:
+    """A finished or interrupted run."""
+
+    run: Path
+    finished: bool
+    certificate: dict[str, Any]
+    metrics: dict[str, Any]
+
+    def figures(self) -> dict[str, Any]:
+        """The figures that people ask for first."""
+        final_metrics = self.metrics["final"]
+        return {
+            "accuracy": final_metrics["accuracy"],
+            "top5": final_metrics["top5"],
+            "loss": final_metrics["loss"],
+            "epsilon": self.certificate["epsilon"],
+            "epsilon_rdp": self.certificate["epsilon_rdp"],
+            "delta": self.certificate["delta"],
+            "steps": self.certificate["steps_taken"],
+            "privacy_unit": self.certificate["privacy_unit"],
+            "for_release": self.certificate["for_release"],
+            "train_seconds": self.metrics["train_seconds"],
+            "finished": self.finished,
+        }
+
+
+def write_release(session: Session, *, finished: bool) -> RunResult:
+    """Write the release folder.
+
+    Guarantee: refused if a parameter moved by any other way than the private step path.
+    """
+    session.optimizer.check_untouched()
+    weights = weights_bytes(released_weights(session))
+    config = session.config.to_json()
+    certificate = build_certificate(
+        ledger=read_ledger(session.folder.ledger_path),
+        mechanism=session.config.mechanism if session.config.privacy.enabled else None,
+        hand_seeded=session.keys.hand_seeded,
+        release=ReleaseFacts(
+            weights_sha256=sha256_hex(weights),
+            config_sha256=sha256_hex(config.encode()),
+            data=public_description(session),
+            software=software(),
+        ),
+    )
+    metrics = metrics_of(session)
+    session.folder.write_release(weights=weights, certificate=certificate, metrics=metrics, config=config)
+    return RunResult(session.folder.root, finished, certificate, metrics)
+
+
+def public_description(session: Session) -> dict[str, Any]:
+    """What may be said of the data: declared facts, and nothing that was counted in it."""
+    return {
+        "source": Path(session.config.data.source).name,
+        "class_names": list(session.pictures.train.class_names),
+        "image_shape": list(session.pictures.train.image_shape),
+        "num_units": session.config.plan.num_units,
+    }
+
+
+def released_weights(session: Session) -> dict[str, Tensor]:
+    """Parameters (averaged ones where there are any) and buffers."""
+    state = dict(session.model.state_dict())
+    averaged = session.optimizer.averaged_parameters()
+    return state if averaged is None else {**state, **averaged}
+
+
+def software() -> dict[str, str]:
+    """Versions of what computed the run."""
+    names = ("dpvision", "torch", "dp-accounting", "numpy")
+    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+
+
+def metrics_of(session: Session) -> dict[str, Any]:
+    """The figures on the public test split."""
+    averaged = session.optimizer.averaged_parameters() is not None
+    final_metrics = {} if session.final is None else session.final.to_dict()
+    return {
+        "curve": session.curve,
+        "final": {
+            **final_metrics,
+            "evaluated_on": f"{session.pictures.test.name}, declared public",
+            "weights": "averaged" if averaged else "raw",
+        },
+        "train_seconds": round(session.seconds, 3),
+    }

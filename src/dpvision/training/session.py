@@ -1,0 +1,181 @@
+"""The state of a run while it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpvision import models
+from dpvision.accounting import EpsilonMeter
+from dpvision.checks import ArgumentError, DPVisionError
+from dpvision.config import RunConfig
+from dpvision.data import Normalisation, PoissonDraws
+from dpvision.evaluate import Metrics
+from dpvision.grads import Finding, require_private_ready
+from dpvision.grads import preflight as find_problems
+from dpvision.keys import Keys
+from dpvision.ledger import Ledger
+from dpvision.optim import Optimizer
+from dpvision.runfolder import RunFolder
+from dpvision.training.budget import Budget
+from dpvision.training.prepare import Pictures, extra_charges
+
+PREFLIGHT_ROWS = 4
+T = TypeVar("T")
+
+
+def required(value: T | None, name: str) -> T:
+    """A setting that ``prepare`` has filled in."""
+    if value is None:
+        raise ArgumentError(f"the configuration is not resolved: {name} is still open.")
+    return value
+
+
+def classification_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy, one value per row."""
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+@final
+@dataclass(frozen=True)
+class Place:
+    """Where a run lives: its folder, its bill, its keys."""
+
+    folder: RunFolder
+    ledger: Ledger
+    keys: Keys
+    fork: int
+    device: str
+
+
+@final
+@dataclass
+class Session:
+    """Everything the loop works on. ``step`` counts finished steps."""
+
+    config: RunConfig
+    pictures: Pictures
+    normalisation: Normalisation
+    folder: RunFolder
+    ledger: Ledger
+    keys: Keys
+    fork: int
+    model: nn.Module
+    optimizer: Optimizer
+    draws: PoissonDraws
+    budget: Budget | None
+    meter: EpsilonMeter | None
+    device: str
+    step: int = 0
+    seconds: float = 0.0
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    final: Metrics | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole plan."""
+        return self.config.plan.steps
+
+    @property
+    def recharged_steps(self) -> int:
+        """Charged steps beyond those that led to the present weights: what forks have cost."""
+        return 0 if self.budget is None else max(0, self.budget.spent - self.step)
+
+    def save_checkpoint(self) -> None:
+        """Keep all that an exact resume needs."""
+        tensors, values = self.optimizer.state()
+        stored = {f"model/{name}": value for name, value in self.model.state_dict().items()}
+        stored |= {f"optimizer/{name}": value for name, value in tensors.items()}
+        progress = {"fork": self.fork, "seconds": self.seconds, "curve": self.curve, "optimizer": values}
+        self.folder.save_checkpoint(self.step, stored, {**progress, "ledger": self.ledger.mark})
+
+
+def assemble(
+    config: RunConfig, pictures: Pictures, *, place: Place, model: nn.Module, normalisation: Normalisation
+) -> Session:
+    """Join the parts of a run."""
+    private = config.privacy.enabled
+    return Session(
+        config=config,
+        pictures=pictures,
+        normalisation=normalisation,
+        folder=place.folder,
+        ledger=place.ledger,
+        keys=place.keys,
+        fork=place.fork,
+        device=place.device,
+        model=model,
+        optimizer=Optimizer(
+            model,
+            settings=required(config.optimizer, "optimizer"),
+            schedule=config.schedule,
+            averaging=config.averaging,
+            total_steps=config.plan.steps,
+            private=private,
+        ),
+        draws=PoissonDraws(
+            mechanism=config.plan,
+            store=pictures.train,
+            normalisation=normalisation,
+            keys=place.keys,
+            rows_per_unit=config.data.rows_per_unit,
+            device=place.device,
+        ),
+        budget=Budget(config.mechanism, place.ledger) if private else None,
+        meter=EpsilonMeter(config.mechanism, delta=required(config.privacy.delta, "delta"), extra=extra_charges(config))
+        if private
+        else None,
+    )
+
+
+def make_model(config: RunConfig, pictures: Pictures, keys: Keys, device: str) -> nn.Module:
+    """The configured model with fresh weights, in training mode."""
+    chosen = required(config.model, "model")
+    model = models.create(
+        chosen.name,
+        num_classes=pictures.train.num_classes,
+        in_channels=pictures.train.image_shape[0],
+        seed=keys.seed("init"),
+        **chosen.options,
+    )
+    return model.to(device).train()
+
+
+def made_up_rows(image_shape: tuple[int, int, int], num_classes: int, device: str) -> tuple[Tensor, Tensor]:
+    """Rows for trying a model out: always the same, and nobody's pictures."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn((PREFLIGHT_ROWS, *image_shape), generator=generator).to(device)
+    return inputs, torch.randint(num_classes, (PREFLIGHT_ROWS,), generator=generator).to(device)
+
+
+def preflight(model: nn.Module, pictures: Pictures, device: str) -> None:
+    """Try the model on made-up pictures: units must not mix, and every gradient must be right."""
+    inputs, targets = made_up_rows(pictures.train.image_shape, pictures.train.num_classes, device)
+    with fitting_shape(pictures.train.image_shape):
+        require_private_ready(model, classification_loss, inputs, targets)
+
+
+def inspect_model(model: nn.Module, *, image_shape: tuple[int, int, int], num_classes: int) -> list[Finding]:
+    """What stands in the way of training ``model`` privately, and what is worth knowing."""
+    inputs, targets = made_up_rows(image_shape, num_classes, "cpu")
+    with fitting_shape(image_shape):
+        return find_problems(model, classification_loss, inputs, targets)
+
+
+@contextmanager
+def fitting_shape(image_shape: tuple[int, int, int]) -> Iterator[None]:
+    """Word torch's complaint about shapes as ours: the model was tried on pictures that it can't take."""
+    try:
+        yield
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, DPVisionError):
+            raise
+        shape = "×".join(map(str, image_shape))
+        reason = str(error).splitlines()[0]
+        raise ArgumentError(f"the model can't be trained on pictures of shape {shape}: {reason}.") from error

@@ -1,0 +1,170 @@
+"""How a run begins: anew, or from its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dpvision.checks import DPVisionError, PrivacyError
+from dpvision.config import RunConfig, parse_config
+from dpvision.data import Normalisation, released_normalisation
+from dpvision.keys import Keys
+from dpvision.ledger import Ledger
+from dpvision.noise import standard_normals
+from dpvision.runfolder import Checkpoint, RunFolder
+from dpvision.training.binding import Binding, bound_keys, current_binding, differences
+from dpvision.training.declare import declarations
+from dpvision.training.prepare import (
+    Pictures,
+    Prepared,
+    constant_normalisation,
+    extra_charges,
+    load_pictures,
+    prepare,
+)
+from dpvision.training.session import Place, Session, assemble, make_model, preflight, required
+
+
+def begin(config: RunConfig, path: Path, *, seed: int | None, device: str) -> tuple[Session, Prepared]:
+    """A new run. Nothing is written before the data, the plan and the model have been found good."""
+    keys = Keys.from_os_entropy() if seed is None else Keys.from_seed(seed)
+    run_id = keys.derive("run")[:8].hex()
+    prepared = prepare(config, holdout_keys(keys, run_id))
+    config, pictures = prepared.config, prepared.pictures
+    binding = binding_of(config, pictures, run_id=run_id, device=device)
+    bound = bound_keys(keys, binding, fork=0)
+    model = make_model(config, pictures, bound, device)
+    if config.privacy.enabled:
+        preflight(model, pictures, device)
+    folder = RunFolder.create(path)
+    folder.save_key(keys, run_id=run_id, bindings=[binding])
+    ledger = Ledger.create(folder.ledger_path, ledger_header(config, run_id))
+    for what, how in declarations(config, pictures):
+        ledger.note("declare", {"what": what, "how": how})
+    normalisation = normalise(config, pictures, bound, ledger)
+    config = config.with_normalisation(normalisation.mean, normalisation.std)
+    folder.write_config(config.to_json())
+    place = Place(folder, ledger, bound, 0, device)
+    session = assemble(config, pictures, place=place, model=model, normalisation=normalisation)
+    session.save_checkpoint()
+    return session, prepared
+
+
+def come_back(path: Path, *, allow_fork: bool, device: str) -> tuple[Session, list[str]]:
+    """The run in ``path`` as its newest whole checkpoint left it, and what the user should know about that."""
+    folder = RunFolder.open(path)
+    folder.lock()
+    checkpoint = folder.latest_checkpoint()
+    if checkpoint is None:
+        raise DPVisionError(f"{path} stopped before its first checkpoint: nothing was spent. Start it anew elsewhere.")
+    config = parse_config(folder.read_config())
+    stored = folder.load_key()
+    pictures = load_pictures(config.data, holdout_keys(stored.keys, stored.run_id))
+    ledger = folder.open_ledger()
+    binding = binding_of(config, pictures, run_id=stored.run_id, device=device)
+    notes = list(checkpoint.warnings)
+    changed = differences(stored.bindings[-1], binding)
+    bindings = stored.bindings
+    if changed:
+        require_permission(changed, allow_fork=allow_fork)
+        bindings = (*bindings, binding)
+        folder.save_key(stored.keys, run_id=stored.run_id, bindings=bindings)
+        notes.append(f"{', '.join(changed)} changed: the run forks, with other noise, and repeated steps are charged.")
+    fork = note_forks(ledger, bindings, checkpoint)
+    place = Place(folder, ledger, bound_keys(stored.keys, bindings[-1], fork), fork, device)
+    model = make_model(config, pictures, place.keys, device)
+    normalisation = normalisation_of(config)
+    load_model(model, checkpoint)
+    session = assemble(config, pictures, place=place, model=model, normalisation=normalisation)
+    restore(session, checkpoint)
+    return session, notes
+
+
+def holdout_keys(keys: Keys, run_id: str) -> Keys:
+    """Which units are held out depends on the run alone, so that a resumed run holds out the same."""
+    return keys.bind("holdout", run_id)
+
+
+def binding_of(config: RunConfig, pictures: Pictures, *, run_id: str, device: str) -> Binding:
+    """What the key is bound to at this moment."""
+    return current_binding(
+        run_id=run_id,
+        config_digest=config.digest(),
+        data_fingerprint=pictures.train.fingerprint(),
+        device=device,
+    )
+
+
+def ledger_header(config: RunConfig, run_id: str) -> dict[str, Any]:
+    """The public facts under which everything is charged."""
+    privacy = config.privacy
+    return {
+        "run_id": run_id,
+        "privacy_unit": privacy.privacy_unit,
+        "adjacency": privacy.adjacency,
+        "num_units": required(privacy.num_units, "num_units"),
+        "delta": privacy.delta if privacy.enabled else None,
+    }
+
+
+def normalise(config: RunConfig, pictures: Pictures, keys: Keys, ledger: Ledger) -> Normalisation:
+    """Constants for the pixels. Statistics of private pictures are charged before they are drawn."""
+    charges = extra_charges(config)
+    if not charges:
+        return constant_normalisation(config, pictures)
+    ((event, _),) = charges
+    ledger.charge(event, step=0)
+    normalisation, drawn = released_normalisation(
+        pictures.train,
+        num_units=config.mechanism.num_units,
+        noise_multiplier=event.noise_multiplier,
+        keys=keys,
+        normals=standard_normals,
+    )
+    if drawn != event:
+        raise PrivacyError(f"the statistics cost {drawn}, but {event} was charged.")
+    return normalisation
+
+
+def normalisation_of(config: RunConfig) -> Normalisation:
+    """The constants that the run has written into its configuration."""
+    source = {"published": "published", "released": "released"}.get(config.data.normalisation, "fixed")
+    mean, std = required(config.data.mean, "mean"), required(config.data.std, "std")
+    return Normalisation.from_dict({"mean": mean, "std": std, "source": source})
+
+
+def require_permission(changed: list[str], *, allow_fork: bool) -> None:
+    """Changed data or settings need the user's word; another number of threads does not."""
+    grave = [name for name in changed if name in {"run", "config", "data"}]
+    if grave and not allow_fork:
+        raise PrivacyError(
+            f"the {' and '.join(grave)} of this run changed since it stopped: going on needs other noise, and repeated "
+            "steps are charged again. Put the old state back, or resume with --fork."
+        )
+
+
+def note_forks(ledger: Ledger, bindings: tuple[dict[str, str], ...], checkpoint: Checkpoint) -> int:
+    """Write every fork that the key knows into the ledger; a crash may have come between the two."""
+    for number in range(ledger.forks + 1, len(bindings)):
+        reason = ", ".join(differences(bindings[number - 1], bindings[number])) or "unknown"
+        ledger.note("fork", {"fork": number, "step": checkpoint.step, "reason": f"changed: {reason}"})
+    return len(bindings) - 1
+
+
+def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Put the checkpoint's parameters and buffers in place."""
+    prefix = "model/"
+    state = {name.removeprefix(prefix): value for name, value in checkpoint.tensors.items() if name.startswith(prefix)}
+    model.load_state_dict(state)
+
+
+def restore(session: Session, checkpoint: Checkpoint) -> None:
+    """Put the optimizer and the counters where the checkpoint says."""
+    prefix = "optimizer/"
+    tensors = {n.removeprefix(prefix): value for n, value in checkpoint.tensors.items() if n.startswith(prefix)}
+    session.optimizer.load_state(tensors, checkpoint.values["optimizer"])
+    session.step = checkpoint.step
+    session.seconds = checkpoint.values["seconds"]
+    session.curve = list(checkpoint.values["curve"])

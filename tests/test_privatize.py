@@ -1,0 +1,209 @@
+"""The release: the right scale, noise of its own for each step and parameter, one public grid, and the refusals.
+
+Keys are fixed, so nothing here fails by chance; each false-alarm rate is that of the test under a fresh key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from dpvision import noise
+from dpvision.checks import ArgumentError, PrivacyError
+from dpvision.flow import ClippedSum
+from dpvision.keys import Keys
+from dpvision.mechanism import Mechanism
+from dpvision.noise import Grid, privatize, standard_normals
+
+Normals = NDArray[np.float64]
+KEYS = Keys.from_seed(20)
+MECHANISM = Mechanism(num_units=60_000, expected_batch_size=256.0, clip_norm=0.37, noise_multiplier=1.1, steps=100)
+
+
+@pytest.fixture
+def two_thread_counts() -> Iterator[tuple[int, int]]:
+    before = torch.get_num_threads()
+    yield (1, 2)
+    torch.set_num_threads(before)
+
+
+def zeros(*shape: int, clip_norm: float = 0.37, dtype: torch.dtype = torch.float32) -> ClippedSum:
+    return ClippedSum({"w": torch.zeros(*shape, dtype=dtype)}, clip_norm)
+
+
+def released(clipped: ClippedSum, mechanism: Mechanism = MECHANISM, *, keys: Keys = KEYS, step: int = 0) -> Normals:
+    return privatize(clipped, mechanism, keys, step=step).gradients["w"].double().numpy()
+
+
+def stddev_is_right(mechanism: Mechanism, *, count: int = 1_000_000) -> bool:
+    """Whether noise on a zero sum has stddev σ·C/B within 0.5 %: 7 standard errors, false alarm 1.5e-12."""
+    draws = released(zeros(count, clip_norm=mechanism.clip_norm), mechanism)
+    expected = mechanism.noise_multiplier * mechanism.clip_norm / mechanism.expected_batch_size
+    return abs(math.sqrt(np.mean(draws**2)) / expected - 1) < 0.005
+
+
+def test_noise_on_a_zero_sum_has_stddev_sigma_times_clip_norm_over_batch() -> None:
+    assert stddev_is_right(MECHANISM)
+    assert stddev_is_right(dataclasses.replace(MECHANISM, clip_norm=3.7, noise_multiplier=0.93))
+
+
+@pytest.mark.parametrize("factor", [1.01, 0.99, 1 / 0.37, 1 / math.sqrt(2), 0.93, 256.0, 0.0])
+def test_the_same_test_rejects_noise_of_a_wrong_size(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In order: 1 % wrong either way, without C, ÷√2, ×0.93, not divided, none.
+    monkeypatch.setattr(noise, "standard_normals", lambda key, count: factor * standard_normals(key, count))
+    assert not stddev_is_right(MECHANISM)
+
+
+def test_each_parameter_and_step_has_its_own_noise() -> None:
+    sums = ClippedSum({"a": torch.zeros(500), "b": torch.zeros(500)}, 0.37)
+    drawn = [
+        privatize(sums, MECHANISM, keys, step=step).gradients[name].numpy()
+        for keys in (KEYS, KEYS.bind("fork"))
+        for step in (0, 1)
+        for name in ("a", "b")
+    ]
+    assert len(np.unique(np.concatenate(drawn))) > 8 * 500 - 5  # equal float32 values by chance are rare
+
+
+def test_noise_does_not_depend_on_what_else_is_in_the_sum_or_on_its_order() -> None:
+    a, b = torch.randn(40), torch.randn(3, 5)
+    one = privatize(ClippedSum({"a": a, "b": b}, 0.37), MECHANISM, KEYS, step=4).gradients
+    other = privatize(ClippedSum({"b": b, "a": a}, 0.37), MECHANISM, KEYS, step=4).gradients
+    assert torch.equal(one["a"], other["a"])
+    assert torch.equal(one["b"], other["b"])
+
+
+def test_the_sum_is_divided_by_the_public_batch_size_unrounded() -> None:
+    mechanism = dataclasses.replace(MECHANISM, expected_batch_size=255.6)
+    sums = torch.linspace(-50, 50, 1001, dtype=torch.float64)
+    moved = released(ClippedSum({"w": sums}, 0.37), mechanism) - released(zeros(1001, dtype=torch.float64), mechanism)
+    # Equal noise cancels: what is left is the sum over 255.6, rounded to the grid of 0.37·1.1·2⁻³⁰/255.6.
+    np.testing.assert_allclose(moved, sums.numpy() / 255.6, atol=1e-11, rtol=0)
+
+
+def test_release_and_noise_lie_on_one_grid_whatever_the_sum() -> None:
+    grid = Grid.of(MECHANISM, coordinates=2000)
+    sums = torch.randn(2000, dtype=torch.float64) * torch.logspace(-12, 3, 2000, dtype=torch.float64)
+    release = released(ClippedSum({"w": sums}, 0.37)) * 256.0 / grid.spacing  # both powers of two: exact
+    assert np.array_equal(release, np.rint(release))
+    noise_alone = released(zeros(2000, dtype=torch.float64)) * 256.0 / grid.spacing
+    assert np.array_equal(release - noise_alone, np.rint(sums.numpy() / grid.spacing))
+
+
+def test_bits_below_the_grid_leave_no_trace() -> None:
+    grid = Grid.of(MECHANISM, coordinates=500)
+    on_grid = torch.arange(500, dtype=torch.float64) * grid.spacing
+    nudged = on_grid + 0.49 * grid.spacing
+    one, other = (released(ClippedSum({"w": sums}, 0.37)) for sums in (on_grid, nudged))
+    assert one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("coordinates", [1, 26_010, 2_448_714, 10**9])
+@pytest.mark.parametrize("noise_multiplier", [0.01, 1.1, 40.0])
+def test_the_grid_is_fine_and_its_rounding_is_paid_for(coordinates: int, noise_multiplier: float) -> None:
+    mechanism = dataclasses.replace(MECHANISM, noise_multiplier=noise_multiplier)
+    grid = Grid.of(mechanism, coordinates=coordinates)
+    assert math.frexp(grid.spacing)[0] == 0.5  # a power of two
+    assert 2.0**-31 < grid.spacing / mechanism.noise_stddev <= 2.0**-30
+    sensitivity = mechanism.clip_norm + grid.spacing * math.sqrt(coordinates)
+    assert grid.noise_stddev / sensitivity == pytest.approx(noise_multiplier, rel=1e-15)
+    assert 1 < grid.noise_stddev / mechanism.noise_stddev < 1 + 2e-9 * noise_multiplier * math.sqrt(coordinates)
+
+
+def test_release_uses_the_noise_that_pays_for_the_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "standard_normals", lambda key, count: np.ones(count))
+    mechanism = dataclasses.replace(MECHANISM, noise_multiplier=40.0)
+    sums = ClippedSum({name: torch.zeros(500_000, dtype=torch.float64) for name in ("v", "w")}, 0.37)
+    grid = Grid.of(mechanism, coordinates=1_000_000)
+    noise_on_sum = released(sums, mechanism)[0] * 256.0
+    assert noise_on_sum == pytest.approx(grid.noise_stddev, abs=grid.spacing)
+    assert noise_on_sum > mechanism.noise_stddev * (1 + 1e-5)
+
+
+def test_release_is_bit_equal_for_every_thread_count(two_thread_counts: tuple[int, int]) -> None:
+    sums = ClippedSum({"w": torch.randn(300, 301)}, 0.37)
+    releases = []
+    for threads in two_thread_counts:
+        torch.set_num_threads(threads)
+        releases.append(released(sums))
+    assert releases[0].tobytes() == releases[1].tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 4, 5, 6)])
+def test_release_keeps_shape_and_dtype_and_leaves_the_sum_alone(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    sums = torch.randn(shape).to(dtype)
+    before = sums.clone()
+    gradient = privatize(ClippedSum({"w": sums}, 0.37), MECHANISM, KEYS, step=0).gradients["w"]
+    assert (gradient.shape, gradient.dtype) == (sums.shape, dtype)
+    assert torch.equal(sums, before)
+    assert torch.isfinite(gradient).all()
+
+
+def test_memory_order_does_not_matter() -> None:
+    sums = torch.randn(4, 3, 5, 5)
+    plain, last = (
+        privatize(ClippedSum({"w": tensor}, 0.37), MECHANISM, KEYS, step=0).gradients["w"]
+        for tensor in (sums, sums.to(memory_format=torch.channels_last))
+    )
+    assert torch.equal(plain, last)
+
+
+def test_an_empty_draw_is_a_release_of_noise_alone() -> None:
+    assert np.all(released(zeros(100)) != 0)
+
+
+def test_a_private_gradient_knows_its_step() -> None:
+    assert privatize(zeros(2), MECHANISM, KEYS, step=17).step == 17
+
+
+@pytest.mark.parametrize("pairs", [1, 100, 1 << 20])
+def test_releasing_in_other_pieces_gives_equal_bits(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = released(zeros(10_001))
+    monkeypatch.setattr(noise, "_PAIRS", pairs)
+    assert released(zeros(10_001)).tobytes() == expected.tobytes()
+
+
+# ---- refusals
+
+
+def test_a_sum_clipped_to_another_norm_is_refused() -> None:
+    for clip_norm in (0.38, math.nextafter(0.37, 1), math.nan, 1.0):
+        with pytest.raises(PrivacyError, match=r"clipped to .* but the noise is for clip_norm 0\.37"):
+            privatize(zeros(3, clip_norm=clip_norm), MECHANISM, KEYS, step=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_sum_that_is_not_finite_is_refused_by_name(value: float) -> None:
+    sums = torch.zeros(1000)
+    sums[777] = value
+    with pytest.raises(PrivacyError, match=r"must be finite .* not in bad, worse:"):
+        privatize(ClippedSum({"good": torch.zeros(2), "bad": sums, "worse": sums}, 0.37), MECHANISM, KEYS, step=0)
+
+
+def test_whole_numbers_are_not_a_gradient_sum() -> None:
+    with pytest.raises(PrivacyError, match="floating-point"):
+        privatize(ClippedSum({"w": torch.zeros(3, dtype=torch.int64)}, 0.37), MECHANISM, KEYS, step=0)
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "3", None])
+def test_a_step_that_is_not_a_count_is_refused(step: object) -> None:
+    with pytest.raises(ArgumentError, match="step must be a whole number >= 0"):
+        privatize(zeros(3), MECHANISM, KEYS, step=step)  # type: ignore[arg-type]
+
+
+def test_only_a_clipped_sum_is_taken() -> None:
+    with pytest.raises(PrivacyError, match="only a ClippedSum"):
+        privatize({"w": torch.zeros(3)}, MECHANISM, KEYS, step=0)  # type: ignore[arg-type]
+
+
+def test_noise_too_small_or_large_for_a_grid_is_refused() -> None:
+    for clip_norm in (1e-200, 1e200):
+        with pytest.raises(ArgumentError, match="noise_stddev must lie between"):
+            privatize(zeros(3, clip_norm=clip_norm), dataclasses.replace(MECHANISM, clip_norm=clip_norm), KEYS, step=0)
