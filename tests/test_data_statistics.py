@@ -48,6 +48,8 @@ def test_no_unit_moves_the_sum_by_more_than_the_bound_and_the_worst_one_reaches_
     norms = np.linalg.norm(unit_statistics(store), axis=1)
     assert norms.max() <= unit_bound(channels)
     assert norms.max() == pytest.approx(unit_bound(channels), rel=1e-12)
+    # The worst one is whole: the bound is no smaller than it must be.
+    np.testing.assert_allclose(unit_statistics(store)[4], [1 / 2] * channels + [1 / 8] * channels, rtol=1e-12)
 
 
 def test_a_patient_with_many_rows_moves_the_sum_no_more_than_one_with_one_row() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_units_are_numbered_by_first_appearance_so_that_a_new_one_renumbers_nobo
 
 def test_rows_of_units_lists_each_row_once_under_its_unit() -> None:
     offsets, order = make_store(6, units=[5, 1, 5, 2, 1, 5]).rows_of_units
-    assert [order[a:b].tolist() for a, b in zip(offsets, offsets[1:], strict=False)] == [[0, 2, 5], [1, 4], [3]]
+    assert [order[a:b].tolist() for a, b in pairwise(offsets)] == [[0, 2, 5], [1, 4], [3]]
 
 
 def test_selected_units_keep_their_rows_labels_and_names() -> None:

@@ -204,15 +204,16 @@ def test_a_unit_added_at_the_end_changes_neither_inclusion_nor_rows_of_the_other
             assert rows_drawn(small, step) == [rows for rows in rows_drawn(large, step) if rows[0] < sum(rows_of_unit)]
 
 
-def test_a_larger_unit_changes_no_row_choice_of_the_others() -> None:
+@pytest.mark.parametrize("other_size", [0, 1, 2, 3, 60])
+def test_the_size_of_a_unit_changes_no_row_choice_of_the_others(other_size: int) -> None:
     mechanism = make_mechanism(3, 3)
-    small = make_draws(make_store([4, 6, 5]), mechanism, rows_per_unit=2)
-    large = make_draws(make_store([4, 60, 5]), mechanism, rows_per_unit=2)
+    before = make_draws(make_store([4, 6, 5]), mechanism, rows_per_unit=2)
+    after = make_draws(make_store([4, other_size, 5]), mechanism, rows_per_unit=2)
     for step in range(50):
-        first, _, third = rows_drawn(small, step)
-        first_again, _, third_again = rows_drawn(large, step)
+        first, *_, third = rows_drawn(before, step)
+        first_again, *_, third_again = rows_drawn(after, step)
         assert first == first_again
-        assert [row - 10 for row in third] == [row - 64 for row in third_again]
+        assert [row - 10 for row in third] == [row - 4 - other_size for row in third_again]
 
 
 def test_a_large_mismatch_is_a_note_and_not_an_error() -> None:

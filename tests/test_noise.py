@@ -17,7 +17,7 @@ from scipy import stats
 
 from dpvision import noise
 from dpvision.checks import ArgumentError
-from dpvision.keys import Keys
+from dpvision.keys import Keys, random_words
 from dpvision.noise import standard_normals
 
 Normals = NDArray[np.float64]
@@ -127,17 +127,48 @@ def exact_radius(word: int, more: int) -> float:
         return float((-2 * (rest / 2**64).ln()).sqrt())
 
 
-def test_radii_are_exact_to_float64_from_the_centre_to_the_far_tail() -> None:
-    words = [0, 1, 2**11, 2**40, 2**63, 2**64 - 2**60, 2**64 - 2**53 - 1]
-    tails = [2**64 - 2**53, 2**64 - 2**40, 2**64 - 2**11, 2**64 - 2, 2**64 - 1]
-    mores = [0, 2**63, 2**64 - 1]
-    plain = noise._radii(np.array(words, dtype=np.uint64))
-    # The plain formula loses at most 11 of 53 bits where 1 − w·2⁻⁶⁴ nears 2⁻¹¹, and none near zero.
-    np.testing.assert_allclose(plain, [exact_radius(word, 0) for word in words], rtol=2.0**-40)
-    np.testing.assert_allclose(plain[:4], [exact_radius(word, 0) for word in words[:4]], rtol=1e-15)
-    for word, more in itertools.product(tails, mores):
-        radius = noise._tail_radii(np.array([word], dtype=np.uint64), np.array([more], dtype=np.uint64))
-        np.testing.assert_allclose(radius, exact_radius(word, more), rtol=1e-15)
+def words_around(*corners: int) -> list[int]:
+    """Words with all bits in use, above and below each corner."""
+    spread = [int(word) for word in KEYS.bits(20, "noise", "words")]
+    return [*corners] + [word >> bits for bits in (0, 8, 16, 24) for word in spread]
+
+
+def test_radii_are_exact_to_float64_from_the_centre_to_the_tail() -> None:
+    words = words_around(0, 1, 2**11, 2**40, 2**63, 2**64 - 2**60, 2**64 - 2**53 - 1)
+    radii = noise._radii(np.array(words, dtype=np.uint64))
+    # One rounding of the word, relative to what it lacks to 2⁶⁴: 11 of 53 bits at the worst, where the tail begins.
+    tolerances = [2.0**-52 * (1 + 2.0**64 / (2**64 - word)) for word in words]
+    for word, radius, tolerance in zip(words, radii, tolerances, strict=True):
+        assert radius == pytest.approx(exact_radius(word, 0), rel=tolerance, abs=0)
+
+
+def test_radii_are_exact_to_float64_in_the_far_tail() -> None:
+    spread = [2**64 - 1 - (word >> 11) for word in words_around()]
+    words = [2**64 - 2**53, 2**64 - 2**40, 2**64 - 2**11, 2**64 - 2, 2**64 - 1, *spread]
+    for more in (0, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15):
+        radii = noise._tail_radii(np.array(words, dtype=np.uint64), np.full(len(words), more, dtype=np.uint64))
+        np.testing.assert_allclose(radii, [exact_radius(word, more) for word in words], rtol=1e-15)
+
+
+def test_angles_are_exact_to_float64_and_go_round_once() -> None:
+    words = words_around(0, 2**62, 2**63 - 1, 2**63, 3 * 2**62, 2**64 - 1)
+    cosines, sines = noise._circle(np.array(words, dtype=np.uint64))
+    angles = [2 * math.pi * (word / 2**64) for word in words]
+    np.testing.assert_allclose(cosines, np.cos(angles), atol=2e-15, rtol=0)
+    np.testing.assert_allclose(sines, np.sin(angles), atol=2e-15, rtol=0)
+
+
+def test_words_for_the_far_tail_come_from_a_key_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[bytes] = []
+
+    def noted(key: bytes, count: int) -> NDArray[np.uint64]:
+        used.append(key)
+        return random_words(key, count)
+
+    monkeypatch.setattr(noise, "random_words", noted)
+    for key in (KEY, KEYS.derive("noise", 1, "w")):
+        standard_normals(key, 10)
+    assert len(used) == len(set(used)) == 4
 
 
 def test_the_radius_does_not_jump_where_the_tail_begins() -> None:

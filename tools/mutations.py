@@ -18,4 +18,67 @@ class Mutation:
     tests: tuple[str, ...]
 
 
-MUTATIONS: tuple[Mutation, ...] = ()
+def _mutations(tests: str, file: str, *changes: tuple[str, str, str]) -> tuple[Mutation, ...]:
+    """Several changes of one file that the same test file (below tests/) must notice."""
+    found = tuple(f"tests/{name}.py" for name in tests.split())
+    return tuple(Mutation(name, file, old, new, found) for name, old, new in changes)
+
+
+NOISE = (
+    *_mutations(
+        "test_privatize",
+        "noise.py",
+        ("noise x 0.93", "mean_per_step = grid.noise_stddev / grid", "mean_per_step = 0.93 * grid.noise_stddev / grid"),
+        ("noise / sqrt 2", "mean_per_step = grid.noise_stddev / grid", "mean_per_step = 0.707 * grid.noise_stddev / grid"),
+        ("noise without the clip norm", "noise_multiplier * sensitivity)", "noise_multiplier)"),
+        ("divisor rounded", "divisor=mechanism.expected_batch_size)", "divisor=round(mechanism.expected_batch_size))"),
+        ("all parameters share noise", 'keys.derive("noise", step, name)', 'keys.derive("noise", step)'),
+        ("all steps share noise", 'keys.derive("noise", step, name)', 'keys.derive("noise", name)'),
+        ("a sum clipped to less passes", "if not clipped.clip_norm ==", "if clipped.clip_norm >"),
+        ("a sum that is not finite passes", "    if broken:", "    if False:"),
+        ("anything passes as a clipped sum", "if type(clipped) is not ClippedSum:", "if False:"),
+    ),
+    *_mutations(
+        "test_noise",
+        "noise.py",
+        ("the far tail is cut off", "        radii[tails[first:last] - start] = tail_radii[first:last]\n", ""),
+        ("variance 1 % too small", "    radii *= -2.0\n", "    radii *= -1.98\n"),
+        ("radius and angle from the same words", "words[:pairs], words[pairs:]", "words[:pairs], words[:pairs]"),
+    ),
+    *_mutations(
+        "test_keys",
+        "keys.py",
+        ("only 32 bits of a seed count", "str(seed).encode()", "str(seed % 2**32).encode()"),
+        ("keys are not bound to the run", '_frame("dpvision/1", self.context, stream,', '_frame("dpvision/1", stream,'),
+        ("sampling and noise share a key", '"dpvision/1", self.context, stream, ', '"dpvision/1", self.context, '),
+        ("the secret is printed", "secret: bytes = field(repr=False)", "secret: bytes = field()"),
+        ("a hand seed is not stamped", "return Keys(secret, context, hand_seeded=True)", "return Keys(secret, context)"),
+    ),
+)
+OPTIMIZERS = (
+    *_mutations(
+        "test_optim",
+        "optim/optimizer.py",
+        ("an ordinary gradient passes as private", "if type(grad) is not self._takes:", "if False:"),
+        ("a step can be repeated", "if grad.step != self._steps_taken:", "if grad.step > self._steps_taken:"),
+        ("a parameter may be left out", "        if missing or unknown:", "        if unknown:"),
+    ),
+    *_mutations(
+        "test_optim_watch",
+        "optim/optimizer.py",
+        ("weights moved by hand pass", "        self.check_untouched()\n", ""),
+        ("moving buffers pass", "Watch(model, buffers=private)", "Watch(model, buffers=False)"),
+    ),
+    *_mutations(
+        "test_optim_watch",
+        "optim/watch.py",
+        ("only version counters are watched", "_equal_bits(now[name], self._copies[name])", "now[name]._version == 0"),
+    ),
+    *_mutations(
+        "test_optim_settings",
+        "optim/settings.py",
+        ("plateau on private metrics", 'if self.kind == "plateau" and not self.public_metric:', "if False:"),
+    ),
+)
+
+MUTATIONS: tuple[Mutation, ...] = (*NOISE, *OPTIMIZERS)

@@ -11,7 +11,7 @@ from dpvision.accounting.charges import Charges
 from dpvision.accounting.guarantees import Accountant, guarantee, mechanism_guarantee, privacy_curve
 from dpvision.accounting.meaning import attack_success, cautions, describe, propose_delta
 from dpvision.accounting.meter import EpsilonMeter
-from dpvision.accounting.plan import PlanRow, plan
+from dpvision.accounting.plan import PlanRow, plan, steps_for_epochs
 
 __all__ = [
     "Accountant",
@@ -29,4 +29,5 @@ __all__ = [
     "plan",
     "privacy_curve",
     "propose_delta",
+    "steps_for_epochs",
 ]

@@ -29,7 +29,5 @@ class EpsilonMeter:
         The first question costs some tenths of a second, another step count some hundredths, a repeated one nothing.
         """
         if steps not in self._known:
-            self._known[steps] = mechanism_guarantee(
-                self._mechanism, delta=self._delta, steps=steps, extra=self._extra
-            )
+            self._known[steps] = mechanism_guarantee(self._mechanism, delta=self._delta, steps=steps, extra=self._extra)
         return self._known[steps]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -62,7 +63,10 @@ def plan(
     batches = tuple(expected_batch_sizes) or default_batch_sizes(num_units)
     _check_lists(num_units, batches, epochs, steps)
     for batch in batches:
-        counts = steps or [max(1, round(passes * num_units / batch)) for passes in epochs or DEFAULT_EPOCHS]
+        counts = steps or [
+            steps_for_epochs(passes, num_units=num_units, expected_batch_size=batch)
+            for passes in epochs or DEFAULT_EPOCHS
+        ]
         for count in counts:
             noise = calibrate_noise_multiplier(
                 num_units=num_units,
@@ -78,6 +82,17 @@ def plan(
             yield PlanRow(
                 num_units=num_units, expected_batch_size=batch, steps=count, noise_multiplier=noise, guarantee=spent
             )
+
+
+def steps_for_epochs(epochs: float, *, num_units: int, expected_batch_size: float) -> int:
+    """The first whole number of steps whose draws hold, on average, ``epochs`` times all units."""
+    problems = Problems()
+    problems.positive("epochs", epochs)
+    problems.count("num_units", num_units)
+    problems.positive("expected_batch_size", expected_batch_size)
+    problems.raise_if_any()
+    # The subtracted crumb keeps 0.1 * 3 epochs from becoming one step more than 0.3.
+    return max(1, math.ceil(epochs * num_units / expected_batch_size * (1 - 1e-12)))
 
 
 def default_batch_sizes(num_units: int) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from dpvision.cli.accounting import calibrate, epsilon, plan
+from dpvision.cli.bench import bench
 from dpvision.cli.check import check
 from dpvision.cli.lists import models, recipes
 from dpvision.cli.report import report
@@ -33,6 +34,7 @@ for _command in (
     check,
     models,
     recipes,
+    bench,
 ):
     app.command(_command.__name__)(_command)
 

@@ -90,6 +90,9 @@ def _copy(remote: Remote, address: str, file: BinaryIO, progress: Progress | Non
                 file.write(block)
                 if progress is not None:
                     progress(f"downloading {remote.file}", done, remote.size)
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise _Failed(str(error)) from error
     except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
         raise _Failed(str(getattr(error, "reason", error)) or type(error).__name__) from error
     if done != remote.size or digest.hexdigest() != remote.sha256:

@@ -19,7 +19,7 @@ from dpvision.data.normalisation import Normalisation
 from dpvision.data.store import ImageStore
 from dpvision.flow import Microbatch, Sampling
 from dpvision.keys import Keys
-from dpvision.mechanism import Mechanism
+from dpvision.mechanism import Mechanism, OrdinaryPlan
 
 WORD_RANGE = 2**64
 NO_ROW = -1
@@ -39,7 +39,7 @@ class PoissonDraws:
     def __init__(
         self,
         *,
-        mechanism: Mechanism,
+        mechanism: Mechanism | OrdinaryPlan,
         store: ImageStore,
         normalisation: Normalisation,
         keys: Keys,

@@ -17,8 +17,8 @@ DIGITS_TEST_ROWS = 360
 def load_digits() -> tuple[ImageStore, ImageStore, Normalisation]:
     """scikit-learn's 1,797 digits of 8×8 pixels: the first 1,437 to train, the last 360 to test.
 
-    The order of the set is by writer, so the test writers are mostly not among the training ones. Values 0..16 become
-    0..255. Constants are fixed: nobody publishes customary ones for this set.
+    The split is fixed and follows the order of the set. Values 0..16 become 0..255. The normalisation constants are
+    fixed too: nobody publishes customary ones for this set.
     """
     try:
         from sklearn.datasets import load_digits as packaged_digits

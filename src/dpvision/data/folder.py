@@ -58,13 +58,13 @@ def split_folders(root: Path) -> tuple[Path, Path | None]:
     return root / TRAIN_FOLDER, None if test is None else root / test
 
 
-def list_classes(root: Path, *, class_names: Sequence[str] | None = None) -> Listing:
+def list_classes(root: Path, *, class_names: Sequence[str] | None = None, least: int = 2) -> Listing:
     """The pictures of a folder of class folders. Classes are folder names, with or without pictures in them."""
     found = _folders(root)
     if not found:
         raise DataError(f"{shown(root)} has no class folders: put the pictures of each class into a folder of its own.")
-    if class_names is None and len(found) < 2:
-        raise DataError(f"{shown(root)} has only one class folder, {shown(found[0])}: at least two are needed.")
+    if class_names is None and len(found) < least:
+        raise DataError(f"{shown(root)} has only one class folder, {shown(found[0])}: at least {least} are needed.")
     unknown = [name for name in found if class_names is not None and name not in class_names]
     if unknown:
         raise DataError(f"{shown(root)} has folders that are no class of this model: {some_of(unknown)}.")

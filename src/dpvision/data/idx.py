@@ -85,5 +85,5 @@ def load_idx(folder: Path, split: str, *, name: str, class_names: tuple[str, ...
         raise DataError(
             f"{shown(folder)}: pictures {images.shape} and labels {labels.shape} of the {split} split don't match."
         )
-    names = class_names or tuple(str(label) for label in range(int(labels.max(initial=-1)) + 1))
+    names = class_names or tuple(str(label) for label in range(int(labels.max(initial=0)) + 1))
     return store_of_arrays(images=images[:, None], labels=labels, class_names=names, name=f"{name} {split}")

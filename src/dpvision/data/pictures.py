@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, BinaryIO, TypeVar, final
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from dpvision.data.resizing import cover_box
 from dpvision.data.wording import bad_files_text, printable, shown
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"})
-FORMATS = ("PNG", "JPEG", "MPO", "BMP", "TIFF", "WEBP")
+# A JPEG that holds several views ("MPO", as many phones write) comes with JPEG.
+FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP")
 # A picture of this many pixels is a decompression bomb or a mistake; it is Pillow's own warning limit.
 MAX_PIXELS = 89_478_485
 GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"})
@@ -190,13 +191,8 @@ def _pillow_manners() -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
-    try:
-        picture = Image.open(path, formats=FORMATS)
-    except UnidentifiedImageError as error:
-        raise _BadPicture("empty file" if path.stat().st_size == 0 else "not a picture of a known format") from error
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _BadPicture(f"more than {MAX_PIXELS} pixels") from error
-    with picture:
+    # By its content, not by its name: Pillow maps a named raw TIFF into memory and garbles it when it is turned.
+    with path.open("rb") as file, _identified(file) as picture:
         if picture.width * picture.height > MAX_PIXELS:
             raise _BadPicture(f"more than {MAX_PIXELS} pixels")
         frames = getattr(picture, "n_frames", 1)
@@ -205,9 +201,18 @@ def _opened(path: Path) -> Iterator[Image.Image]:
         yield picture
 
 
+def _identified(file: BinaryIO) -> Image.Image:
+    try:
+        return Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise _BadPicture("not a picture of a known format" if file.seek(0, 2) else "empty file") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise _BadPicture(f"more than {MAX_PIXELS} pixels") from error
+
+
 def _orientation(picture: Image.Image) -> int:
-    # A PNG tells its EXIF only after decoding unless it comes first; nearly none has any.
-    if picture.format == "PNG" and "exif" not in picture.info:
+    # Pillow turns a TIFF by itself. A PNG tells its EXIF only after decoding unless it comes first.
+    if picture.format == "TIFF" or (picture.format == "PNG" and "exif" not in picture.info):
         return 1
     value: Any = picture.getexif().get(_ORIENTATION_TAG, 1)
     return value if isinstance(value, int) else 1

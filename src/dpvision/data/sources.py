@@ -41,7 +41,7 @@ def load(source: str | Path, options: LoadOptions | None = None, *, progress: Pr
         train=train,
         test=test,
         normalisation=normalisation.for_channels(train.image_shape[0]),
-        public_facts=_public_facts(str(source), train, test, options),
+        public_facts=_public_facts(source, train, test, options),
     )
 
 
@@ -59,9 +59,9 @@ def load_one(
     """
     plain = (options or LoadOptions()).without_units()
     path = Path(source)
-    if str(source) not in known_sources() and path.is_dir() and not _is_known_folder(path):
+    if not _is_name(source) and path.is_dir() and not _is_known_folder(path):
         train, test = split_folders(path)
-        listing = list_classes(test or train, class_names=class_names)
+        listing = list_classes(test or train, class_names=class_names, least=1)
         shape = shape_for(listing, plain, progress=progress)
         return load_listing(listing, image_shape=shape, options=plain, name=_name_of(path), progress=progress)
     train_store, test_store, _ = _loaded(source, plain, progress)
@@ -82,7 +82,7 @@ def inspect(
 
 def _loaded(source: str | Path, options: LoadOptions, progress: Progress | None) -> Loaded:
     name, path = str(source), Path(source)
-    if name in known_sources():
+    if _is_name(source):
         return _load_known(name, options, progress)
     if not path.exists():
         raise DataError(f"{shown(name)} is neither a file or folder nor one of {', '.join(known_sources())}.")
@@ -183,11 +183,13 @@ _NPZ_HINT = "name the array of unit ids by unit_column."
 _ROW_HINT = "each of its rows is a unit of its own."
 
 
-def _public_facts(source: str, train: ImageStore, test: ImageStore | None, options: LoadOptions) -> dict[str, Any]:
+def _public_facts(
+    source: str | Path, train: ImageStore, test: ImageStore | None, options: LoadOptions
+) -> dict[str, Any]:
     """What a run declares as public about its data. Counts are of what was read; a run declares its own num_units."""
     return {
         # The name alone: a path tells more about its owner than a certificate should.
-        "source": source if source in known_sources() else _name_of(Path(source)),
+        "source": source if _is_name(source) else _name_of(Path(source)),
         "rows": train.num_rows,
         "units": train.num_units,
         "unit": "group" if options.groups_rows else "row",
@@ -199,10 +201,15 @@ def _public_facts(source: str, train: ImageStore, test: ImageStore | None, optio
     }
 
 
-def _shape_origin(source: str, options: LoadOptions) -> str:
+def _shape_origin(source: str | Path, options: LoadOptions) -> str:
     if options.size and options.channels:
         return "options"
-    return "most of the pictures" if Path(source).is_dir() and source not in known_sources() else "source"
+    return "source" if _is_name(source) or not Path(source).is_dir() else "most of the pictures"
+
+
+def _is_name(source: str | Path) -> bool:
+    """Whether a known set is meant. A ``Path`` never is: a folder may be called digits."""
+    return isinstance(source, str) and source in known_sources()
 
 
 def _name_of(path: Path) -> str:

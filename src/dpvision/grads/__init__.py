@@ -5,6 +5,16 @@ from __future__ import annotations
 from dpvision.grads.engine import clipped_sum, clipped_sum_of_batch
 from dpvision.grads.ordinary import ordinary_gradient
 from dpvision.grads.performance import Performance
+from dpvision.grads.preflight import Finding, preflight, require_private_ready
 from dpvision.grads.units import LossFunction
 
-__all__ = ["LossFunction", "Performance", "clipped_sum", "clipped_sum_of_batch", "ordinary_gradient"]
+__all__ = [
+    "Finding",
+    "LossFunction",
+    "Performance",
+    "clipped_sum",
+    "clipped_sum_of_batch",
+    "ordinary_gradient",
+    "preflight",
+    "require_private_ready",
+]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from dpvision.checks import PrivacyError, Problems
 from dpvision.flow import Batch, ClippedSum, Microbatch, Sampling
 from dpvision.grads.clip import clipped_sums
-from dpvision.grads.duties import duties_of, trainable
+from dpvision.grads.duties import Duty, duties_of, trainable
 from dpvision.grads.performance import Performance
-from dpvision.grads.plan import movement, plan_for
+from dpvision.grads.plan import Plan, movement, plan_for
 from dpvision.grads.units import LossFunction, unit_gradients
 
 _MOST_UNITS: Final = 1024
@@ -63,10 +63,13 @@ def clipped_sum_of_batch(
     problems.raise_if_any()
     parameters = trainable(model)
     sums = {parameter: torch.zeros_like(parameter.detach()) for parameter in parameters.values()}
+    duties: tuple[Duty, ...] = ()
+    plan: Plan | None = None
     with _unmoved(model):
         for microbatch in batch.microbatches(_microbatch_size(model, loss_fn, batch, performance)):
-            plan = plan_for(model, loss_fn, microbatch)
-            duties = duties_of(model, plan.exceptions)
+            if plan is None:
+                plan = plan_for(model, loss_fn, microbatch)
+                duties = duties_of(model, plan.exceptions)
             found = unit_gradients(model, loss_fn, microbatch, duties, plan.layouts)
             real_U = microbatch.row_weights_UR.ne(0).any(1)
             for parameter, part in clipped_sums(found.shares, real_U, clip_norm).items():
@@ -133,5 +136,6 @@ class Rows:
         size = units * self.rows_per_unit
         for first in range(0, self.inputs.shape[0], size):
             inputs, targets = self.inputs[first : first + size], self.targets[first : first + size]
-            weights = torch.full((inputs.shape[0] // self.rows_per_unit, self.rows_per_unit), 1 / self.rows_per_unit)
+            shape = (inputs.shape[0] // self.rows_per_unit, self.rows_per_unit)
+            weights = torch.full(shape, 1 / self.rows_per_unit, dtype=torch.float64)
             yield Microbatch(inputs, targets, weights.to(inputs.device))

@@ -54,8 +54,7 @@ def _by_vmap(call: Call, layout: Layout, units: int) -> list[Tensor]:
             # Names are given one by one: a parameter tied to a module below is that module's affair.
             return _wanted(call, functional_call(call.duty.module, replaced, args, kwargs, tie_weights=False))
 
-        _, pull = vjp(outputs, *values)
-        return pull(gradients)
+        return vjp(outputs, *values)[1](gradients)
 
     inputs = [_by_unit(leaves[index], units) for index in batched]
     gradients = [_by_unit(gradient, units) for gradient in _present(call.gradients)]
@@ -109,23 +108,21 @@ def _rows_of(x: Tensor, unit: int, units: int) -> Tensor:
 @contextmanager
 def _same_randomness(call: Call) -> Iterator[None]:
     """Refuse a module that draws: run again, it would draw something else."""
-    device = next((x.device for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor)), None)
-    cuda = device if device is not None and device.type == "cuda" else None
-    cpu_state = torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state(cuda) if cuda is not None else None
-    try:
+    devices = {leaf.device for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)}
+    with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
+        before = _generator_states(devices)
         yield
-        drew = not torch.equal(torch.get_rng_state(), cpu_state)
-        drew |= cuda_state is not None and not torch.equal(torch.cuda.get_rng_state(cuda), cuda_state)
-        if drew:
-            raise PrivacyError(
-                f"{call.duty.label} draws random numbers and owns parameters without a rule: run again for each unit, "
-                "it would draw others. Move the dropout into a module outside of it, or set it to zero."
-            )
-    finally:
-        torch.set_rng_state(cpu_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state, cuda)
+        after = _generator_states(devices)
+    if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+        raise PrivacyError(
+            f"{call.duty.label} draws random numbers and owns parameters without a rule: run again for each unit, "
+            "it would draw others. Move the dropout into a module outside of it, or set it to zero."
+        )
+
+
+def _generator_states(devices: set[torch.device]) -> list[Tensor]:
+    cuda = [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"]
+    return [torch.get_rng_state(), *cuda]
 
 
 @contextmanager

@@ -72,9 +72,7 @@ def _input_shapes(call: Call) -> list[torch.Size | None]:
     return [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
 
 
-def _shares(
-    small: list[torch.Size | None], large: list[torch.Size | None], rows: tuple[int, int]
-) -> tuple[Share, ...]:
+def _shares(small: list[torch.Size | None], large: list[torch.Size | None], rows: tuple[int, int]) -> tuple[Share, ...]:
     if len(small) != len(large):
         raise _NotInFrontError
     return tuple(_share(a, b, rows) for a, b in zip(small, large, strict=True))

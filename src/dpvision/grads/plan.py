@@ -72,17 +72,49 @@ def _make(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> tu
     probe = _finite_probe(model, loss_fn, microbatch)
     drew = refuse_movement(model, loss_fn, probe)
     refuse_mixing(model, loss_fn, probe)
-    with restored(model), evaluation_mode(model, when=drew):
-        alone = [gradients_alone(model, loss_fn, only_unit(probe, unit)) for unit in range(_UNITS)]
+    found = search(model, loss_fn, probe, evaluate=drew)
+    if found.wrong:
+        raise PrivacyError(wrong_gradients(found.wrong, suspected_place(model, loss_fn, probe)))
+    return found.plan, found.proved
+
+
+@final
+@dataclass(frozen=True)
+class Found:
+    """The best plan, the parameters that it gets wrong, and whether there were finite numbers to tell."""
+
+    plan: Plan
+    wrong: list[str]
+    proved: bool
+
+
+def search(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, *, evaluate: bool) -> Found:
+    """Find a plan whose gradients are those of single units; in evaluation mode for a model that draws."""
+    units = range(probe.row_weights_UR.shape[0])
+    with restored(model), same_draws(probe.inputs.device), evaluation_mode(model, when=evaluate):
+        try:
+            alone = [gradients_alone(model, loss_fn, only_unit(probe, unit)) for unit in units]
+        except (RuntimeError, ValueError) as error:
+            raise PrivacyError(_not_alone(suspected_place(model, loss_fn, probe), error)) from error
         plan, wrong = _search(model, loss_fn, probe, alone)
-    if wrong:
-        place = suspected_place(model, loss_fn, probe)
-        cause = f"{place} mixes units" if place else "units mix, or the model's gradient depends on the batch size"
-        raise PrivacyError(
-            f"per-unit gradients of {listed(wrong)} differ from those of a unit by itself: {cause}. "
-            "Replace that module by one that treats each row by itself, such as GroupNorm."
-        )
-    return plan, all(bool(torch.isfinite(gradient).all()) for one in alone for gradient in one.values())
+    return Found(plan, wrong, all(math.isfinite(_norm(one)) for one in alone))
+
+
+def _not_alone(place: str | None, error: Exception) -> str:
+    reason = " ".join(str(error).split()).rstrip(".")
+    return (
+        f"{place or 'the model'} can't take one unit by itself, so units depend on each other ({reason}). "
+        "Replace it by a module that treats each row by itself, such as GroupNorm."
+    )
+
+
+def wrong_gradients(names: list[str], place: str | None) -> str:
+    """The message for gradients that are not those of a unit by itself."""
+    cause = f"{place} mixes units" if place else "units mix, or the gradient depends on the size of the batch"
+    return (
+        f"per-unit gradients of {listed(names)} differ from those of a unit by itself: {cause}. "
+        "Replace what mixes by a module that treats each row by itself, such as GroupNorm."
+    )
 
 
 def _finite_probe(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> Microbatch:
@@ -140,9 +172,7 @@ def gradients_alone(model: nn.Module, loss_fn: LossFunction, unit: Microbatch) -
     if not losses.requires_grad:
         return {name: torch.zeros_like(parameter.detach()) for name, parameter in parameters.items()}
     weights = unit.row_weights_UR.reshape(-1).to(losses.dtype)
-    found = torch.autograd.grad(
-        losses, list(parameters.values()), weights, allow_unused=True, materialize_grads=True
-    )
+    found = torch.autograd.grad(losses, list(parameters.values()), weights, allow_unused=True, materialize_grads=True)
     return dict(zip(parameters, found, strict=True))
 
 
@@ -171,7 +201,7 @@ def _find_layouts(
 ) -> tuple[Layouts, list[str]]:
     """The layout of every call, and the parameters of modules whose rows are not in front."""
     names = {parameter: name for name, parameter in trainable(model).items()}
-    larger = repeated(probe, units=_UNITS + 1)
+    larger = repeated(probe, units=probe.row_weights_UR.shape[0] + 1)
     small, large = (_calls(model, loss_fn, microbatch, duties) for microbatch in (probe, larger))
     if [call.duty.name for call in small] != [call.duty.name for call in large]:
         raise PrivacyError(
@@ -202,10 +232,11 @@ def _try_out(
     """Bytes that a unit holds, and the parameters whose gradients are not those of a unit by itself."""
     units = probe.row_weights_UR.shape[0]
     step = unit_gradients(model, loss_fn, probe, duties_of(model, plan.exceptions), plan.layouts)
+    sizes = [_norm(one) for one in alone]
     wrong = [
         name
         for name, parameter in trainable(model).items()
-        if not _right(step.shares.get(parameter), [one[name] for one in alone], [_norm(one) for one in alone])
+        if not _right(step.shares.get(parameter), [one[name] for one in alone], sizes)
     ]
     held = sum(share.held_bytes for share in step.shares.values())
     return (step.activation_bytes + held) // units, wrong
@@ -233,9 +264,7 @@ def _norm(gradients: dict[str, Tensor]) -> float:
     return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
 
 
-def _hand_up(
-    model: nn.Module, exceptions: Exceptions, duties: tuple[Duty, ...], wrong: list[str]
-) -> Exceptions | None:
+def _hand_up(model: nn.Module, exceptions: Exceptions, duties: tuple[Duty, ...], wrong: list[str]) -> Exceptions | None:
     """Another way for each wrong parameter: run its module unit by unit, then let the module above answer for it."""
     parameters = trainable(model)
     moved, looped = dict(exceptions.moved), set(exceptions.looped)

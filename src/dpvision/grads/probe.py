@@ -28,7 +28,9 @@ def repeated(microbatch: Microbatch, *, units: int) -> Microbatch:
     """The first ``units`` units, from the beginning again where there are fewer; every row counts."""
     rows_per_unit = microbatch.row_weights_UR.shape[1]
     order = torch.arange(units * rows_per_unit, device=microbatch.inputs.device) % microbatch.inputs.shape[0]
-    weights = torch.full((units, rows_per_unit), 1 / rows_per_unit, device=microbatch.row_weights_UR.device)
+    weights = torch.full(
+        (units, rows_per_unit), 1 / rows_per_unit, dtype=torch.float64, device=microbatch.row_weights_UR.device
+    )
     return Microbatch(microbatch.inputs[order], microbatch.targets[order], weights)
 
 

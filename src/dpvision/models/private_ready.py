@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 
 from dpvision.checks import ArgumentError, Problems
 from dpvision.models.scale_norm import add_scale_norms
@@ -76,7 +76,7 @@ def make_private_ready(
     problems.count("groups", groups)
     problems.require(not scale_norm or example is not None, "scale_norm needs example, a small batch of inputs.")
     for name, module in model.named_modules():
-        waits = isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
+        waits = any(is_lazy(tensor) for tensor in (*module.parameters(False), *module.buffers(False)))
         problems.require(not waits, f"{name or 'the model'} is lazy and has no size yet: run the model once before.")
     problems.raise_if_any()
     ready = copy.deepcopy(model)

@@ -52,10 +52,11 @@ def add_scale_norms(model: nn.Module, example: Tensor, *, groups: int = 32) -> t
         if isinstance(graph, str):
             places.append(Place(module=name, what="left as it is, without ScaleNorm", why=graph))
             continue
-        added = _insert_norms(module, graph, calls[name], groups)
+        traced = _as_graph_module(module, graph)
+        added = _insert_norms(traced, calls[name], groups)
         if added:
             found = True
-            model = _put(model, module, _rewritten(module, graph))
+            model = _put(model, module, traced)
             why = "ScaleNorm: activations keep mean 0 and variance 1 after a residual addition"
             places += [Place(module=f"{name}.{child}".lstrip("."), what=what, why=why) for child, what in added]
     if not found:
@@ -111,21 +112,23 @@ def _trace(module: nn.Module) -> fx.Graph | str:
     return graph
 
 
-def _insert_norms(module: nn.Module, graph: fx.Graph, inputs: tuple[Any, ...], groups: int) -> list[tuple[str, str]]:
-    modes = _eval_mode(module)
+def _insert_norms(traced: fx.GraphModule, inputs: tuple[Any, ...], groups: int) -> list[tuple[str, str]]:
+    """Put a norm after each residual addition; returns (its name, what it is) for each."""
+    modes = _eval_mode(traced)
     with torch.no_grad():
-        ShapeProp(fx.GraphModule(module, graph)).propagate(*inputs)
+        ShapeProp(traced).propagate(*inputs)
     _restore(modes)
-    added: list[tuple[str, str]] = []
+    graph, added = traced.graph, []
     for node in [node for node in graph.nodes if _is_residual_addition(node)]:
         meta: TensorMetadata = node.meta["tensor_meta"]
         norm = nn.GroupNorm(math.gcd(groups, meta.shape[1]), meta.shape[1], dtype=meta.dtype)
-        child = _free_name(module)
-        module.add_module(child, norm.to(_device_of(module)).train(module.training))
+        child = _free_name(traced)
+        traced.add_module(child, norm.to(_device_of(traced)).train(traced.training))
         with graph.inserting_after(node):
             call = graph.call_module(child, (node,))
         node.replace_all_uses_with(call, delete_user_cb=lambda user, call=call: user is not call)
         added.append((child, f"GroupNorm({norm.num_groups} groups, {norm.num_channels} channels) after an addition"))
+    traced.recompile()
     return added
 
 
@@ -152,7 +155,7 @@ def _device_of(module: nn.Module) -> torch.device | None:
     return next((parameter.device for parameter in module.parameters()), None)
 
 
-def _rewritten(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+def _as_graph_module(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     new = fx.GraphModule(module, graph, type(module).__name__)
     # GraphModule drops what the forward does not use; names in the state dict should stay.
     for name, child in module.named_children():

@@ -1,8 +1,7 @@
 """The most that an attack can achieve: numbers, from everything that is proved about a run.
 
 One (epsilon, delta) pair says little about an attack with false alarms. The same charges prove a whole curve of pairs,
-and the smallest of all limits holds: at epsilon 7 the headline alone lets an attack find 99.9 % of the members at 1 %
-false alarms, the whole curve 25 %.
+and the smallest of all limits holds. docs/report.md has an example where that is 30 % instead of 99.97 %.
 """
 
 from __future__ import annotations

@@ -252,7 +252,9 @@ def _attack_picture(certificate: Certificate) -> list[Markup]:
     return [
         element("h3", "The most that any attack can achieve"),
         paragraph(
-            f"An attacker wants to know {words.secret(certificate.adjacency, certificate.privacy_unit)}.", class_="note"
+            f"An attacker wants to know {words.secret(certificate.adjacency, certificate.privacy_unit)}. The limit "
+            "follows from the charges and all pairs (ε, δ) that they prove, not from one pair alone.",
+            class_="note",
         ),
         attack_chart(proved_pairs(certificate)),
     ]

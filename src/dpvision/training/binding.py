@@ -5,10 +5,12 @@ from __future__ import annotations
 import platform
 from typing import Any
 
+import numpy
 import torch
 
 from dpvision import __version__
 from dpvision.keys import Keys
+from dpvision.noise import generator_fingerprint
 
 Binding = dict[str, str]
 
@@ -22,6 +24,8 @@ def current_binding(*, run_id: str, config_digest: str, data_fingerprint: str, d
         "device": device,
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "generator": generator_fingerprint(),
         "dpvision": __version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),

@@ -35,6 +35,7 @@ class Pictures:
     test: ImageStore
     published: Normalisation | None
     held_out: bool
+    skipped: tuple[tuple[str, str], ...] = ()
 
 
 @final
@@ -68,11 +69,11 @@ def load_pictures(data: DataConfig, keys: Keys) -> Pictures:
     constants = splits.normalisation if splits.normalisation.source == "published" else None
     if data.test is not None:
         test = load_one(data.test, options.like(splits.train), class_names=splits.train.class_names)
-        return Pictures(splits.train, test, constants, held_out=False)
+        return Pictures(splits.train, test, constants, False, splits.train.skipped + test.skipped)
     if splits.test is not None:
-        return Pictures(splits.train, splits.test, constants, held_out=False)
+        return Pictures(splits.train, splits.test, constants, False, splits.train.skipped + splits.test.skipped)
     train, test = hold_out(splits.train, fraction=data.holdout_fraction, keys=keys)
-    return Pictures(train, test, constants, held_out=True)
+    return Pictures(train, test, constants, True, splits.train.skipped)
 
 
 def prepare(config: RunConfig, keys: Keys) -> Prepared:
@@ -99,9 +100,9 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
 def notes(config: RunConfig, pictures: Pictures) -> tuple[str, ...]:
     """What the user should hear before training. For the terminal only: some of it depends on the private data."""
     found = []
-    skipped = len(pictures.train.skipped) + len(pictures.test.skipped)
-    if skipped:
-        found.append(f"skipped {skipped} pictures that can't be read, the first: {pictures.train.skipped[:1]}.")
+    if pictures.skipped:
+        name, reason = pictures.skipped[0]
+        found.append(f"skipped {len(pictures.skipped)} pictures that can't be read; the first is {name}: {reason}")
     if pictures.held_out:
         share = f"{config.data.holdout_fraction:.0%}"
         found.append(f"no test set was named: {share} of the units are held out for testing, and not protected.")

@@ -74,6 +74,4 @@ def _has_no_statistics(module: nn.Module) -> bool:
 register(nn.GroupNorm, rule=group_norm)
 register(nn.LayerNorm, rule=layer_norm)
 register(nn.RMSNorm, rule=rms_norm, parameters=("weight",))
-register(
-    nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, rule=instance_norm, applies=_has_no_statistics
-)
+register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, rule=instance_norm, applies=_has_no_statistics)

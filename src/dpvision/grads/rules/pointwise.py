@@ -6,6 +6,7 @@ from torch import nn
 
 from dpvision.grads.rules.registry import LayerCall, register
 from dpvision.grads.shares import Kept, Share, sum_by_unit, sum_over_space
+from dpvision.models.layers import ScalarGain
 
 
 def prelu(call: LayerCall) -> dict[str, Share]:
@@ -25,3 +26,4 @@ def scalar_gain(call: LayerCall) -> dict[str, Share]:
 
 
 register(nn.PReLU, rule=prelu, parameters=("weight",))
+register(ScalarGain, rule=scalar_gain, parameters=("gain",))

@@ -49,12 +49,87 @@ class Standardisation:
 
 
 @final
+@dataclass(frozen=True)
+class Moments:
+    """What norms need of the used weight's gradients: ``Σ_O scale²‖e‖²``, and of each filter Σe and ⟨z, e⟩."""
+
+    squares_U: Tensor
+    total_UO: Tensor
+    along_UO: Tensor
+
+
+@final
 class Standardised(Share):
     """The raw weight's gradient, from the share of the weight that the convolution uses."""
 
-    def __init__(self, used: Share, facts: Standardisation, length_UO: Tensor, total_UO: Tensor, along_UO: Tensor) -> None:
+    def __init__(self, used: Correlated, facts: Standardisation, moments: Moments, shape: torch.Size) -> None:
         self._used = used
         self._facts = facts
-        self._length_UO = length_UO
-        self._total_UO = total_UO
-        self._along_UO = along_UO
+        self._moments = moments
+        self._shape = shape
+
+    @property
+    def held_bytes(self) -> int:
+        return self._used.held_bytes
+
+    def norms_sq(self) -> Tensor:
+        moments, facts = self._moments, self._facts
+        entries = self._shape[1:].numel()
+        removed_UO = moments.total_UO.double().square() / entries
+        removed_UO = removed_UO + facts.live_O * moments.along_UO.double().square()
+        kept_U = (moments.squares_U - removed_UO @ facts.scale_O.double().square()).clamp_min(0)
+        # A difference: what rounding may have hidden is added, so that the norm is an upper bound.
+        return kept_U + 8 * torch.finfo(facts.scale_O.dtype).eps * moments.squares_U
+
+    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        e_OD = self._used.weighted_sum(factor_U, dead_U).flatten(1)
+        return self._facts.pull_back(e_OD).view(self._shape)
+
+    def per_unit(self) -> Tensor:
+        return self._facts.pull_back(self._used.per_unit().flatten(2)).view(-1, *self._shape)
+
+
+def standardised(call: LayerCall) -> dict[str, Share]:
+    """Raw weight and gain from the used weight's gradient, bias as in any convolution."""
+    module = call.module
+    if not isinstance(module, WSConv2d):
+        raise TypeError(f"not a WSConv2d: {type(module).__name__}")
+    shares: dict[str, Share] = {}
+    if "bias" in call.wanted:
+        shares["bias"] = Kept(sum_by_unit(sum_over_space(call.dy), call.units))
+    if call.wanted & {"weight", "gain"}:
+        facts = Standardisation.of(module)
+        geometry = _geometry(module)
+        x = seen_by(geometry, module.pad(call.x), call.dy)
+        used = Correlated(x, call.dy, geometry, call.units)
+        moments = _moments_by_ghost(call, x, geometry, facts) if used.by_ghost else _moments(used, facts)
+        shares["weight"] = Standardised(used, facts, moments, module.weight.shape)
+        if "gain" in call.wanted:
+            shares["gain"] = Kept(moments.along_UO)
+    return {name: share for name, share in shares.items() if name in call.wanted}
+
+
+def _geometry(module: WSConv2d) -> Correlation:
+    size, stride = (module.kernel_size,) * 2, (module.stride,) * 2
+    return Correlation(module.weight.detach(), size, stride, (1, 1), module.groups)
+
+
+def _moments(used: Correlated, facts: Standardisation) -> Moments:
+    e_UOD = used.per_unit().flatten(2)
+    lengths_UO = torch.linalg.vector_norm(e_UOD, dim=2, dtype=torch.float64)
+    along_UO = torch.bmm(e_UOD.transpose(0, 1), facts.z_OD[:, :, None])[:, :, 0].mT
+    return Moments(lengths_UO.square() @ facts.scale_O.double().square(), e_UOD.sum(2), along_UO)
+
+
+def _moments_by_ghost(call: LayerCall, x: Tensor, geometry: Correlation, facts: Standardisation) -> Moments:
+    """The same without forming e: ⟨z, e⟩ = Σ_t dy · (z ∗ x), Σe = Σ_t dy · (box sum of x)."""
+    scaled = Correlated(x, call.dy * facts.scale_O[:, None, None], geometry, call.units)
+    z = facts.z_OD.view_as(geometry.weight)
+    along = call.dy * F.conv2d(x, z, stride=geometry.stride, groups=geometry.groups)
+    box = F.conv2d(x, torch.ones_like(z[: geometry.groups]), stride=geometry.stride, groups=geometry.groups)
+    total = call.dy * box.repeat_interleave(z.shape[0] // geometry.groups, 1)
+    each = [sum_by_unit(sum_over_space(product), call.units) for product in (total, along)]
+    return Moments(scaled.norms_sq(), *each)
+
+
+register(WSConv2d, rule=standardised, parameters=("weight", "gain", "bias"))

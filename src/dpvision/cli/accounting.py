@@ -1,0 +1,307 @@
+"""``dpvision epsilon``, ``dpvision calibrate``, ``dpvision plan``: figures before anything is spent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from dpvision.cli.output import print_json, user_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dpvision.accounting import PlanRow
+    from dpvision.mechanism import Adjacency, Guarantee, Mechanism
+
+NumUnits = Annotated[int | None, typer.Option(help="How many units are protected. Example: --num-units 60000")]
+BatchSize = Annotated[
+    float | None, typer.Option(help="Mean size of a draw: sample_rate * num_units. Example: --expected-batch-size 256")
+]
+Noise = Annotated[
+    float | None, typer.Option(help="Noise stddev on the sum, over the clip norm. Example: --noise-multiplier 1.1")
+]
+Steps = Annotated[int | None, typer.Option(help="Noisy releases, empty draws included. Example: --steps 14063")]
+Epochs = Annotated[float | None, typer.Option(help="Instead of --steps: passes over the data. Example: --epochs 60")]
+Delta = Annotated[
+    float | None,
+    typer.Option(help="Proposed if left out: below 1/num_units. Example: --delta 1e-5", show_default=False),
+]
+AdjacencyName = Annotated[
+    str, typer.Option("--adjacency", help="add_remove, zero_out or replace_one. Example: --adjacency add_remove")
+]
+Target = Annotated[float | None, typer.Option(help="The epsilon to keep to. Example: --target-epsilon 3")]
+Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON on stdout. Example: --json")]
+
+
+def epsilon(
+    num_units: NumUnits = None,
+    expected_batch_size: BatchSize = None,
+    noise_multiplier: Noise = None,
+    steps: Steps = None,
+    epochs: Epochs = None,
+    delta: Delta = None,
+    adjacency: AdjacencyName = "add_remove",
+    json: Json = False,
+) -> None:
+    """What a mechanism costs: epsilon by PLD, and by RDP beside it.
+
+    Example: dpvision epsilon --num-units 60000 --expected-batch-size 256 --noise-multiplier 1.1 --steps 14063
+    """
+    with user_errors():
+        units, batch, noise = _all_of(
+            num_units=num_units, expected_batch_size=expected_batch_size, noise_multiplier=noise_multiplier
+        )
+        mechanism = _mechanism(units, batch, noise, _count_steps(steps, epochs, units, batch), adjacency)
+        _print_mechanism(mechanism, delta=_choose_delta(delta, units, json=json), json=json)
+
+
+def calibrate(
+    num_units: NumUnits = None,
+    expected_batch_size: BatchSize = None,
+    noise_multiplier: Noise = None,
+    steps: Steps = None,
+    epochs: Epochs = None,
+    target_epsilon: Target = None,
+    delta: Delta = None,
+    adjacency: AdjacencyName = "add_remove",
+    json: Json = False,
+) -> None:
+    """Compute the one that is left out of noise multiplier, steps, batch size and target epsilon.
+
+    Example: dpvision calibrate --num-units 60000 --expected-batch-size 256 --steps 14063 --target-epsilon 3
+    """
+    from dpvision.checks import ArgumentError
+
+    with user_errors():
+        (units,) = _all_of(num_units=num_units)
+        if epochs is not None and expected_batch_size is None:
+            raise ArgumentError("--epochs needs --expected-batch-size. Give --steps to calibrate the batch size.")
+        if steps is not None or epochs is not None:
+            steps = _count_steps(steps, epochs, units, expected_batch_size)
+        given = {
+            "noise_multiplier": noise_multiplier,
+            "steps": steps,
+            "expected_batch_size": expected_batch_size,
+            "target_epsilon": target_epsilon,
+        }
+        unknown = _the_one_left_out(given)
+        chosen = _choose_delta(delta, units, json=json)
+        if unknown != "target_epsilon":
+            given[unknown] = _solve(unknown, num_units=units, delta=chosen[0], adjacency=adjacency, given=given)
+        mechanism = _mechanism(
+            units, given["expected_batch_size"], given["noise_multiplier"], given["steps"], adjacency
+        )
+        extra = {"calibrated": unknown.replace("target_", ""), "target_epsilon": target_epsilon}
+        _print_mechanism(mechanism, delta=chosen, json=json, extra=extra)
+
+
+def plan(
+    num_units: NumUnits = None,
+    target_epsilon: Target = None,
+    expected_batch_size: Annotated[
+        list[float] | None, typer.Option(help="Repeat for several. Example: --expected-batch-size 1024")
+    ] = None,
+    epochs: Annotated[list[float] | None, typer.Option(help="Repeat for several. Example: --epochs 30")] = None,
+    steps: Annotated[list[int] | None, typer.Option(help="Instead of --epochs. Example: --steps 2000")] = None,
+    delta: Delta = None,
+    adjacency: AdjacencyName = "add_remove",
+    plot: Annotated[Path | None, typer.Option(help="Write a picture here. Example: --plot plan.png")] = None,
+    json: Json = False,
+) -> None:
+    """Noise for every pair of batch size and length, all at one target epsilon.
+
+    Example: dpvision plan --num-units 50000 --target-epsilon 8 --plot plan.png
+    """
+    with user_errors():
+        units, target = _all_of(num_units=num_units, target_epsilon=target_epsilon)
+        chosen, proposed = _choose_delta(delta, units, json=json)
+        if plot is not None:
+            _check_picture(plot)
+        from rich.console import Console
+
+        from dpvision.accounting import plan as make_plan
+
+        with Console(stderr=True).status("calibrating the noise"):
+            rows = list(
+                make_plan(
+                    num_units=units,
+                    target_epsilon=target,
+                    delta=chosen,
+                    expected_batch_sizes=expected_batch_size or (),
+                    epochs=epochs or (),
+                    steps=steps or (),
+                    adjacency=cast("Adjacency", adjacency),
+                )
+            )
+        _print_plan(rows, target=target, delta_proposed=proposed, json=json)
+        if plot is not None:
+            from dpvision.accounting.picture import draw_plan
+
+            draw_plan(rows, plot)
+            typer.echo(f"picture: {plot}", err=json)
+
+
+def _all_of(**given: Any) -> list[Any]:
+    """The values, or one error that names every missing flag."""
+    from dpvision.checks import ArgumentError
+
+    missing = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is None]
+    if missing:
+        raise ArgumentError(f"missing {', '.join(missing)}. See --help for an example.")
+    return list(given.values())
+
+
+def _the_one_left_out(given: dict[str, Any]) -> str:
+    from dpvision.checks import ArgumentError
+
+    left_out = [name for name, value in given.items() if value is None]
+    if len(left_out) != 1:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ArgumentError(f"leave out exactly one of {names}, got {len(given) - len(left_out)} of {len(given)}.")
+    return left_out[0]
+
+
+def _count_steps(steps: int | None, epochs: float | None, num_units: int, expected_batch_size: float | None) -> int:
+    """``steps`` as given, or the first whole number of steps that makes the epochs full."""
+    from dpvision.accounting import steps_for_epochs
+    from dpvision.checks import ArgumentError
+
+    if (steps is None) == (epochs is None):
+        raise ArgumentError(f"give either --steps or --epochs, got {'neither' if steps is None else 'both'}.")
+    if epochs is None:
+        return cast("int", steps)
+    batch = cast("float", expected_batch_size)
+    return steps_for_epochs(epochs, num_units=num_units, expected_batch_size=batch)
+
+
+def _choose_delta(delta: float | None, num_units: int, *, json: bool) -> tuple[float, bool]:
+    """The given delta, or a proposal that is announced; and whether it was proposed."""
+    from dpvision.accounting import propose_delta
+
+    if delta is not None:
+        return delta, False
+    proposed = propose_delta(num_units)
+    typer.echo(f"delta was not given: {proposed:g} is used, which is below 1/num_units = {1 / num_units:.3g}", err=json)
+    return proposed, True
+
+
+def _mechanism(num_units: int, batch: Any, noise: Any, steps: Any, adjacency: str) -> Mechanism:
+    from dpvision.mechanism import Mechanism
+
+    return Mechanism(
+        num_units=num_units,
+        expected_batch_size=batch,
+        clip_norm=1.0,  # no part in the accounting: noise is measured in units of it
+        noise_multiplier=noise,
+        steps=steps,
+        adjacency=cast("Adjacency", adjacency),
+    )
+
+
+def _solve(unknown: str, *, num_units: int, delta: float, adjacency: str, given: dict[str, Any]) -> float:
+    from dpvision import accounting
+
+    function = getattr(accounting, f"calibrate_{unknown}")
+    known = {name: value for name, value in given.items() if name != unknown}
+    return function(num_units=num_units, delta=delta, adjacency=adjacency, **known)
+
+
+def _print_mechanism(
+    mechanism: Mechanism, *, delta: tuple[float, bool], json: bool, extra: dict[str, Any] | None = None
+) -> None:
+    from dpvision.accounting import attack_success, cautions, describe, mechanism_guarantee
+
+    by_pld = mechanism_guarantee(mechanism, delta=delta[0])
+    epsilon_rdp, note = _rdp_if_proved(mechanism, delta[0])
+    warnings = [*cautions(by_pld, num_units=mechanism.num_units), *note]
+    figures: dict[str, Any] = {
+        "epsilon": by_pld.epsilon,
+        "epsilon_rdp": epsilon_rdp,
+        "delta": by_pld.delta,
+        "delta_proposed": delta[1],
+        "adjacency": by_pld.adjacency,
+        "num_units": mechanism.num_units,
+        "expected_batch_size": mechanism.expected_batch_size,
+        "sample_rate": mechanism.sample_rate,
+        "noise_multiplier": mechanism.noise_multiplier,
+        "steps": mechanism.steps,
+        "epochs": mechanism.epochs,
+        **(extra or {}),
+    }
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    if json:
+        success = attack_success(by_pld, false_positive_rate=0.01)
+        words = {"true_positive_rate_at_0.01": success, "meaning": describe(by_pld), "cautions": warnings}
+        print_json({**figures, **words})
+        return
+    for name, value in figures.items():
+        if value is not None and name != "delta_proposed":
+            typer.echo(f"{name:20} {value:.6g}" if isinstance(value, float) else f"{name:20} {value}")
+    typer.echo(describe(by_pld))
+
+
+def _rdp_if_proved(mechanism: Mechanism, delta: float) -> tuple[float | None, list[str]]:
+    """Epsilon by RDP; nothing, and why, under an adjacency for which there is no proof."""
+    from dpvision.accounting import mechanism_guarantee
+
+    if mechanism.adjacency == "replace_one":
+        return None, ["epsilon_rdp is left out: RDP of Poisson-sampled noise is not proved for replace_one."]
+    return mechanism_guarantee(mechanism, delta=delta, accountant="rdp").epsilon, []
+
+
+def _check_picture(path: Path) -> None:
+    from dpvision.checks import ArgumentError
+
+    if path.suffix.lower() not in {".png", ".svg", ".pdf"}:
+        raise ArgumentError(f"--plot must end in .png, .svg or .pdf, got {path.name!r}.")
+    if not path.absolute().parent.is_dir():
+        raise ArgumentError(f"--plot must be in a folder that exists, got {path}.")
+
+
+def _print_plan(rows: Sequence[PlanRow], *, target: float, delta_proposed: bool, json: bool) -> None:
+    from dpvision.accounting import cautions
+
+    spent: Guarantee = max((row.guarantee for row in rows), key=lambda guarantee: guarantee.epsilon)
+    warnings = cautions(spent, num_units=rows[0].num_units)
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    if json:
+        facts = {"target_epsilon": target, "delta": spent.delta, "delta_proposed": delta_proposed}
+        facts |= {"adjacency": spent.adjacency, "num_units": rows[0].num_units, "cautions": list(warnings)}
+        print_json({**facts, "rows": [_row_figures(row) for row in rows]})
+    else:
+        _print_table(rows, title=f"epsilon ≤ {target:g} at delta {spent.delta:g} ({spent.adjacency})")
+
+
+def _row_figures(row: PlanRow) -> dict[str, float]:
+    return {
+        "expected_batch_size": row.expected_batch_size,
+        "epochs": row.epochs,
+        "steps": row.steps,
+        "sample_rate": row.sample_rate,
+        "noise_multiplier": row.noise_multiplier,
+        "effective_noise": row.effective_noise,
+        "epsilon": row.guarantee.epsilon,
+    }
+
+
+def _print_table(rows: Sequence[PlanRow], *, title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, caption="effective noise = noise_multiplier / expected_batch_size: lower learns better")
+    headings = ("batch", "epochs", "steps", "sample rate", "noise multiplier", "effective noise", "epsilon")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    previous: float | None = None
+    for row in rows:
+        if previous not in (None, row.expected_batch_size):
+            table.add_section()
+        previous = row.expected_batch_size
+        table.add_row(
+            *(f"{value:.5g}" if isinstance(value, float) else str(value) for value in _row_figures(row).values())
+        )
+    Console().print(table)
