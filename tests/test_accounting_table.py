@@ -19,7 +19,7 @@ from dpvision.accounting.charges import merge
 from dpvision.accounting.pld import choose_grid
 
 # With much noise the loss of one step has a short range, and all accountants are quick. PRV is quick for few steps.
-QUICK = [setting for setting in SETTINGS if setting.noise_multiplier >= 1.6]
+QUICK = [setting for setting in SETTINGS if setting.noise_multiplier >= 1.6 and setting.steps < 6000]
 QUICK_FOR_PRV = [setting for setting in QUICK if setting.steps <= 1200]
 SLOW = [setting for setting in SETTINGS if setting not in QUICK]
 SLOW_FOR_PRV = [setting for setting in SETTINGS if setting not in QUICK_FOR_PRV]

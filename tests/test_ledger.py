@@ -253,6 +253,19 @@ def test_numbers_must_be_consecutive(tmp_path: Path) -> None:
         read_ledger(tmp_path / "ledger")
 
 
+def test_lines_of_another_ledger_can_not_be_spliced_in(tmp_path: Path) -> None:
+    """Same length, same numbers, every line whole in itself: only the chain can tell."""
+    dear, cheap = tmp_path / "dear", tmp_path / "cheap"
+    for path, noise in ((dear, 0.5), (cheap, 50.0)):
+        ledger = Ledger.create(path, HEADER)
+        for step in range(6):
+            ledger.charge(Event(sample_rate=0.1, noise_multiplier=noise), step=step)
+    dear_lines, cheap_lines = (path.read_bytes().splitlines(keepends=True) for path in (dear, cheap))
+    dear.write_bytes(b"".join([dear_lines[0], dear_lines[1], *cheap_lines[2:-1], dear_lines[-1]]))
+    with pytest.raises(TamperError, match="line 3: it does not follow the line before"):
+        read_ledger(dear)
+
+
 def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     forge(path, [header(), charge()])

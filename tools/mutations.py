@@ -80,5 +80,46 @@ OPTIMIZERS = (
         ("plateau on private metrics", 'if self.kind == "plateau" and not self.public_metric:', "if False:"),
     ),
 )
+DATA = (
+    *_mutations(
+        "test_draws",
+        "data/draws.py",
+        ("rate x 1.02", "joins(words, self._sampling.sample_rate)", "joins(words, self._sampling.sample_rate * 1.02)"),
+        (
+            "rate read off the data",
+            'Sampling("poisson", mechanism.sample_rate)',
+            'Sampling("poisson", mechanism.expected_batch_size / max(1, store.num_units))',
+        ),
+        (
+            "batches of a fixed size",
+            "np.flatnonzero(joins(words, self._sampling.sample_rate))",
+            "np.sort(np.argsort(words)[: round(self._sampling.sample_rate * self._num_units)])",
+        ),
+        ("every step draws the same", 'self._num_units, "sampling", step)', 'self._num_units, "sampling")'),
+        ("rows of a unit are summed", "(there_DR / count_D).astype(np.float32)", "there_DR.astype(np.float32)"),
+        ("padding shows somebody's picture", "        if len(absent):", "        if False:"),
+    ),
+    *_mutations(
+        "test_data_statistics",
+        "data/statistics.py",
+        ("statistics divided by the true count", "noisy / num_units, 2)", "noisy / store.num_units, 2)"),
+        ("statistics without their bound", "noise_multiplier * unit_bound(channels)", "noise_multiplier"),
+        ("statistics charged at half price", "Event(sample_rate=1.0,", "Event(sample_rate=0.5,"),
+    ),
+    *_mutations(
+        "test_data_store",
+        "data/store.py",
+        ("the key is not bound to the units", "self.labels, self.unit_of_row)", "self.labels)"),
+    ),
+    *_mutations(
+        "test_data_store",
+        "data/holdout.py",
+        (
+            "the hold-out depends on the number of units",
+            'joins(keys.bits(store.num_units, "holdout"), fraction)',
+            "np.arange(store.num_units) < fraction * store.num_units",
+        ),
+    ),
+)
 
-MUTATIONS: tuple[Mutation, ...] = (*NOISE, *OPTIMIZERS)
+MUTATIONS: tuple[Mutation, ...] = (*NOISE, *OPTIMIZERS, *DATA)

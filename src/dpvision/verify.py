@@ -35,12 +35,12 @@ from dpvision.runfolder import (
     MANIFEST,
     WEIGHTS,
     RunFolder,
+    file_sha256,
     inspect_checkpoints,
     json_bytes,
     parse_object,
     read_file,
     release_files,
-    sha256_hex,
 )
 
 # Another version of the accountant or of the FFT may move the last digits: by less than this, relative.
@@ -192,7 +192,7 @@ def _check_manifest(release: Path, findings: _Findings) -> None:
         findings.require(False, f"{name} is in the manifest, but not in {release}: it was taken away or renamed.")
     for name in sorted(present & hashes.keys()):
         with findings.noted():
-            same = sha256_hex(read_file(release / name, limit=None)) == hashes[name]
+            same = file_sha256(release / name) == hashes[name]
             findings.require(same, f"{release / name} is not the file that the manifest names: it was changed.")
 
 
@@ -202,7 +202,7 @@ def _check_files(place: _Place, certificate: Certificate, findings: _Findings) -
         path = place.release / name
         if path.exists() or path.is_symlink():
             with findings.noted():
-                same = sha256_hex(read_file(path, limit=None)) == claimed
+                same = file_sha256(path) == claimed
                 findings.require(same, f"{path} is not the file that the certificate names.")
         else:
             findings.require(not place.whole, f"{path} is missing.")

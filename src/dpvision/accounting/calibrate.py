@@ -28,6 +28,7 @@ NOISE_SCALE = Decimals(digits=5, descending=True)
 BATCH_SCALE = Decimals(digits=6)
 STEP_SCALE = WholeNumbers()
 SMALLEST_USEFUL_NOISE = 0.01
+LARGEST_TARGET = 1e6
 
 
 def calibrate_noise_multiplier(
@@ -63,7 +64,7 @@ def calibrate_noise_multiplier(
             f"target_epsilon {target_epsilon} at delta {delta} can't be met with any noise_multiplier "
             f"up to {LARGEST_NOISE:g}. Raise target_epsilon or delta, or lower the extra charges."
         )
-    if noise <= SMALLEST_USEFUL_NOISE:
+    if noise <= SMALLEST_USEFUL_NOISE * 1.001:
         raise ArgumentError(
             f"target_epsilon {target_epsilon} at delta {delta} is met with next to no noise "
             f"(noise_multiplier {noise:g}): such a guarantee protects nobody. Lower target_epsilon or delta."
@@ -171,6 +172,10 @@ class _Budget:
         """The rules that the budget itself breaks."""
         problems = Problems()
         problems.positive("target_epsilon", self.target_epsilon)
+        problems.require(
+            not self.target_epsilon > LARGEST_TARGET,
+            f"target_epsilon must be <= {LARGEST_TARGET:g}, got {self.target_epsilon}: it would promise nothing.",
+        )
         check_delta_and_adjacency(problems, delta=self.delta, adjacency=self.adjacency)
         return problems
 
@@ -218,7 +223,7 @@ def _check_batch(problems: Problems, num_units: int, expected_batch_size: float)
 def _gaussian_shift(epsilon: float, delta: float) -> float:
     """The shift mu of one Gaussian release with about this epsilon: solves epsilon = mu²/2 + mu z. Only a guess."""
     z = max(0.5, -NormalDist().inv_cdf(delta))
-    return math.sqrt(z * z + 2 * epsilon) - z
+    return 2 * epsilon / (math.sqrt(z * z + 2 * epsilon) + z)
 
 
 def _log_clt_precision(rate: float, noise_multiplier: float) -> float:
@@ -229,4 +234,4 @@ def _log_clt_precision(rate: float, noise_multiplier: float) -> float:
 
 def _clt_noise(rate: float, steps: int, shift: float) -> float:
     """The noise multiplier that gives shift mu after ``steps`` in the central limit. Only a guess."""
-    return 1 / math.sqrt(math.log1p((shift / rate) ** 2 / steps))
+    return 1 / math.sqrt(max(1e-20, math.log1p((shift / rate) ** 2 / steps)))

@@ -101,7 +101,8 @@ def last_within(
     def probe(index: int) -> _Probe:
         return _Probe(index, scale.place(index), cost(scale.value(index)))
 
-    start = min(max(scale.index_at(guess), cheapest), dearest)
+    sensible = min(max(guess, scale.place(cheapest)), scale.place(dearest))
+    start = min(max(scale.index_at(sensible), cheapest), dearest)
     low, high = _bracket(probe, target, scale, start, cheapest, dearest)
     if low is None:
         return None

@@ -20,6 +20,8 @@ def verify(
     """Recompute epsilon from the ledger alone, and name whatever was changed.
 
     Exit code 0: all is in order. 1: problems, one a line. 2: nothing to verify there.
+
+    Example: dpvision verify runs/demo-1
     """
     from dpvision.verify import verify as check
 

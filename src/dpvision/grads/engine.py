@@ -19,6 +19,7 @@ from dpvision.grads.clip import clipped_sums
 from dpvision.grads.duties import Duty, duties_of, trainable
 from dpvision.grads.performance import Performance
 from dpvision.grads.plan import Plan, movement, plan_for
+from dpvision.grads.probe import same_attributes, stored
 from dpvision.grads.units import LossFunction, unit_gradients
 
 _MOST_UNITS: Final = 1024
@@ -90,17 +91,13 @@ def _microbatch_size(model: nn.Module, loss_fn: LossFunction, batch: Batch, perf
 
 @contextmanager
 def _unmoved(model: nn.Module) -> Iterator[None]:
-    """Refuse to return a sum if the pass wrote into a buffer or a parameter: that would be a release without noise."""
-    before = {name: (id(tensor), tensor._version) for name, tensor in _stored(model)}
-    yield
-    moved = [name for name, tensor in _stored(model) if before.get(name) != (id(tensor), tensor._version)]
+    """Leave no trace in the model, and refuse to return a sum if the pass wrote into a buffer or a parameter."""
+    before = {name: (id(tensor), tensor._version) for name, tensor in stored(model)}
+    with same_attributes(model):
+        yield
+        moved = [name for name, tensor in stored(model) if before.get(name) != (id(tensor), tensor._version)]
     if moved:
         raise PrivacyError(movement(moved))
-
-
-def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_buffers()
-    yield from model.named_parameters()
 
 
 @final

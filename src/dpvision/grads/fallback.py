@@ -5,6 +5,7 @@ Shapes: U units, N rows.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +18,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from dpvision.checks import PrivacyError
 from dpvision.grads.capture import Call
 from dpvision.grads.layout import Layout
+from dpvision.grads.probe import same_attributes
 from dpvision.grads.shares import Kept, Share
 
 
 def fallback_shares(call: Call, layout: Layout, units: int) -> dict[nn.Parameter, Share]:
     """Gradients of the parameters that the call's module answers for; all others are constants to it."""
-    with _same_randomness(call), _same_attributes(call.duty.module):
+    with warnings.catch_warnings(), _same_randomness(call), same_attributes(call.duty.module):
+        # vmap tells about operations that it runs one by one; nobody can act on it.
+        warnings.filterwarnings("ignore", message="There is a performance drop")
         per_unit = _by_loop(call, layout, units) if call.duty.looped else _by_vmap_or_loop(call, layout, units)
     return {target.parameter: Kept(gradient) for target, gradient in zip(call.duty.targets, per_unit, strict=True)}
 
@@ -123,17 +127,3 @@ def _same_randomness(call: Call) -> Iterator[None]:
 def _generator_states(devices: set[torch.device]) -> list[Tensor]:
     cuda = [torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"]
     return [torch.get_rng_state(), *cuda]
-
-
-@contextmanager
-def _same_attributes(module: nn.Module) -> Iterator[None]:
-    """Undo what a forward pass writes into its modules, such as a cached tensor."""
-    before = [(part, dict(vars(part)), dict(part._buffers)) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for part, attributes, buffers in before:
-            vars(part).clear()
-            vars(part).update(attributes)
-            part._buffers.clear()
-            part._buffers.update(buffers)

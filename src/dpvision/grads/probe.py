@@ -86,25 +86,40 @@ def evaluation_mode(model: nn.Module, *, when: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[list[str]]:
-    """Put buffers and parameters back as they were; afterwards the list names those that had moved."""
-    moved: list[str] = []
-    before = [(module, dict(module._buffers)) for module in model.modules()]
-    tensors = [*model.named_buffers(), *model.named_parameters()]
-    saved = [(name, tensor, tensor.detach().clone()) for name, tensor in tensors]
+def same_attributes(model: nn.Module) -> Iterator[None]:
+    """Undo what a forward pass writes into its modules, such as a kept activation or a replaced buffer."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     try:
-        yield moved
+        yield
     finally:
-        names = dict(model.named_buffers())
-        with torch.no_grad():
-            for name, tensor, value in saved:
-                replaced = name in names and names[name] is not tensor
-                if replaced or not torch.equal(_bits(tensor), _bits(value)):
-                    moved.append(name)
-                    tensor.copy_(value)
-        for module, buffers in before:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        for module, attributes, buffers in before:
+            for now, then in ((vars(module), attributes), (module._buffers, buffers)):
+                for name in now.keys() - then.keys():
+                    del now[name]
+                now.update(then)
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[list[str]]:
+    """Put everything back as it was; afterwards the list names the buffers and parameters that had moved."""
+    moved: list[str] = []
+    saved = [(name, tensor, tensor.detach().clone()) for name, tensor in stored(model)]
+    with same_attributes(model):
+        try:
+            yield moved
+        finally:
+            now = dict(stored(model))
+            with torch.no_grad():
+                for name, tensor, value in saved:
+                    if now.get(name) is not tensor or not torch.equal(_bits(tensor), _bits(value)):
+                        moved.append(name)
+                        tensor.copy_(value)
+
+
+def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Everything that a model keeps from step to step, by name."""
+    yield from model.named_buffers()
+    yield from model.named_parameters()
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -52,8 +52,9 @@ def number(value: object) -> str:
 
 
 def sentence(text: str) -> str:
-    """``text`` with a capital letter in front."""
-    return text[:1].upper() + text[1:]
+    """``text`` with a capital letter in front, unless its first word is a name such as num_units."""
+    first = text.partition(" ")[0]
+    return text if "_" in first else text[:1].upper() + text[1:]
 
 
 def duration(seconds: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dpvision.runfolder.checkpoints import Checkpoint, CheckpointFile, inspect_checkpoints
 from dpvision.runfolder.content import (
+    file_sha256,
     json_bytes,
     parse_object,
     read_file,
@@ -40,6 +41,7 @@ __all__ = [
     "CheckpointFile",
     "RunFolder",
     "StoredKey",
+    "file_sha256",
     "inspect_checkpoints",
     "json_bytes",
     "parse_object",

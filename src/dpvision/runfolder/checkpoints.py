@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 from dpvision.checks import ArgumentError, DPVisionError, TamperError
 from dpvision.files import sync_folder, write_atomically
 from dpvision.runfolder.content import (
+    file_sha256,
     ledger_mark,
     parse_object,
     read_file,
@@ -98,10 +99,9 @@ def _step_of(path: Path) -> int:
 def _inspect(path: Path) -> CheckpointFile:
     step = _step_of(path)
     try:
-        content = read_file(path, limit=None)
-        if sha256_hex(content) != path.name[-76:-12]:
+        if file_sha256(path) != path.name[-76:-12]:
             raise TamperError("its content does not have the hash in its name.")
-        stored = parse_object(safetensors_metadata(content)["values"], name="the metadata")
+        stored = parse_object(safetensors_metadata(path)["values"], name="the metadata")
         values, mark = stored["values"], ledger_mark(stored["values"]["ledger"])
         if stored["step"] != step or mark is None:
             raise TamperError("its name and its content do not agree.")

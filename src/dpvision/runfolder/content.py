@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpvision.checks import ArgumentError, DataError, TamperError
-from dpvision.files import disk_errors
+from dpvision.files import disk_errors, sha256_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,11 +41,22 @@ def parse_object(content: bytes | str, *, name: str) -> dict[str, Any]:
 def read_file(path: Path, *, limit: int | None = LARGEST_JSON) -> bytes:
     """A regular file's content; a link, a pipe or an absurdly large file is refused."""
     with disk_errors(f"read {path}"):
-        if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise DataError(f"{path} must be an ordinary file.")
+        _require_ordinary(path)
         if limit is not None and path.stat().st_size > limit:
             raise DataError(f"{path} must have at most {limit} bytes.")
         return path.read_bytes()
+
+
+def file_sha256(path: Path) -> str:
+    """Hex digest of a regular file of any size; a link or a pipe is refused."""
+    with disk_errors(f"read {path}"):
+        _require_ordinary(path)
+        return sha256_of(path)
+
+
+def _require_ordinary(path: Path) -> None:
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise DataError(f"{path} must be an ordinary file.")
 
 
 def sha256_hex(content: bytes) -> str:
@@ -81,10 +92,11 @@ def tensors_of(content: bytes, *, name: str) -> dict[str, Tensor]:
         raise TamperError(f"{name} is not a safetensors file: {error}.") from error
 
 
-def safetensors_metadata(content: bytes) -> dict[str, Any]:
+def safetensors_metadata(path: Path) -> dict[str, Any]:
     """The texts in a safetensors header, without torch. The format: eight bytes of length, JSON, data."""
-    size = int.from_bytes(content[:8], "little")
-    header = parse_object(content[8 : 8 + size], name="the header")
+    with disk_errors(f"read {path}"), path.open("rb") as file:
+        size = min(int.from_bytes(file.read(8), "little"), LARGEST_JSON)
+        header = parse_object(file.read(size), name="the header")
     metadata = header.get("__metadata__")
     if not isinstance(metadata, dict):
         raise TamperError("the header has no metadata.")

@@ -17,7 +17,15 @@ from dpvision.files import disk_errors, sync_folder, write_atomically
 from dpvision.keys import Keys
 from dpvision.ledger import Ledger, read_ledger
 from dpvision.runfolder.checkpoints import Checkpoint, inspect_checkpoints, latest_checkpoint, save_checkpoint
-from dpvision.runfolder.content import json_bytes, ledger_mark, parse_object, read_file, sha256_hex, tensors_of
+from dpvision.runfolder.content import (
+    file_sha256,
+    json_bytes,
+    ledger_mark,
+    parse_object,
+    read_file,
+    sha256_hex,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -175,8 +183,7 @@ class RunFolder:
         self._write(self.release / WEIGHTS, weights)
         self._write(self.release / METRICS, json_bytes(metrics))
         self._write(self.release / CERTIFICATE, json_bytes(certificate))
-        names = release_files(self.release)
-        hashes = {name: sha256_hex(read_file(self.release / name, limit=None)) for name in names}
+        hashes = {name: file_sha256(self.release / name) for name in release_files(self.release)}
         self._write(self.release / MANIFEST, json_bytes(hashes))
 
     def _require_true(self, certificate: Mapping[str, Any], *, weights: bytes, config: bytes) -> None:

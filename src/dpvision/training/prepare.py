@@ -15,6 +15,7 @@ from dpvision.data import (
     Normalisation,
     fixed_normalisation,
     hold_out,
+    known_sources,
     load,
     load_one,
     mismatch_note,
@@ -79,7 +80,8 @@ def load_pictures(data: DataConfig, keys: Keys) -> Pictures:
 def prepare(config: RunConfig, keys: Keys) -> Prepared:
     """Load the pictures, fill what is open and calibrate the noise. Nothing is spent yet."""
     choices: list[Choice] = []
-    if config.data.image_size is None and Path(config.data.source).is_dir():
+    by_name = config.data.source in known_sources()
+    if config.data.image_size is None and not by_name and Path(config.data.source).is_dir():
         data = config.data.model_copy(update={"image_size": DEFAULT_IMAGE_SIZE})
         config = config.model_copy(update={"data": data})
         choices.append(Choice("image_size", str(DEFAULT_IMAGE_SIZE), "small pictures train fast; raise it for detail"))
