@@ -52,8 +52,8 @@ def test_nothing_done_costs_nothing(accountant: Accountant) -> None:
 
 
 @both_accountants
-@pytest.mark.parametrize("delta", [0.5, 0.9, 0.999999])
-@pytest.mark.parametrize("noise", [0.7, 1.0, 20.0])
+@pytest.mark.parametrize("delta", [0.5, 0.999999])
+@pytest.mark.parametrize("noise", [0.7, 20.0])
 def test_epsilon_is_never_negative_at_a_large_delta(accountant: Accountant, delta: float, noise: float) -> None:
     assert epsilon_of(0.05, noise, 10, delta=delta, accountant=accountant) >= 0.0
 

@@ -41,7 +41,7 @@ def test_full_batch_releases_agree_with_the_closed_form(shift: float, delta: flo
     assert exact <= computed <= exact * (1 + 2e-4) + 1e-12
 
 
-@pytest.mark.parametrize("shift", [0.2, 0.5, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize("shift", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize(("steps", "delta"), [(10, 1e-13), (1000, 4e-12), (100_000, 2.5e-10), (100_000, 1e-9)])
 def test_rounding_errors_of_long_compositions_never_lower_epsilon(shift: float, steps: int, delta: float) -> None:
     # Without the margin these deltas are so small that the FFT's errors show: epsilon comes out below the closed form.

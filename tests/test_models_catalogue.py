@@ -214,6 +214,7 @@ def test_an_unknown_name_is_refused_with_close_ones() -> None:
         ("shoefit_cnn", {"image_size": 7}),
         ("shoefit_cnn", {"image_size": "big"}),
         ("shoefit_cnn", {"init": "zeros"}),
+        ("shoefit_cnn", {"filters": 0}),
         ("tempered_cnn", {"activation": "tempered_sigmoid(1,2)"}),
         ("tempered_cnn", {"activation": "tempered_sigmoid(1,2,x)"}),
         ("wrn16_4", {"layout": "tan"}),

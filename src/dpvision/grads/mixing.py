@@ -12,6 +12,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from dpvision.flow import Microbatch
@@ -23,22 +24,39 @@ LOSS = "loss_fn"
 
 
 def mixing_place(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> str | None:
-    """The innermost module, or the loss, through which one unit's input reaches another unit's loss; else ``None``."""
+    """The innermost module, or the loss, through which one unit's input reaches another unit's loss; else ``None``.
+
+    Looked for twice: with the model's weights, and with others near them, because a gain that is still zero hides
+    what will mix after the first step.
+    """
     units = microbatch.row_weights_UR.shape[0]
-    before = _trace(model, loss_fn, microbatch)
-    for unit in (0, units - 1):
-        after = _trace(model, loss_fn, changed_unit(microbatch, unit))
-        if not _others_equal(before.losses, after.losses, unit, units):
-            return _first_difference(before, after, unit, units) or LOSS
+    for weights in ({}, _weights_nearby(model)):
+        before = _trace(model, loss_fn, microbatch, weights)
+        for unit in (0, units - 1):
+            after = _trace(model, loss_fn, changed_unit(microbatch, unit), weights)
+            if not _others_equal(before.losses, after.losses, unit, units):
+                return _first_difference(before, after, unit, units) or LOSS
     return None
 
 
 def suspected_place(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> str | None:
-    """As ``mixing_place``, for a mixing that a zero weight hides from the loss but not from the gradient."""
+    """The innermost module whose output mixes units, whether or not the loss shows it."""
     units = microbatch.row_weights_UR.shape[0]
-    before = _trace(model, loss_fn, microbatch)
-    after = _trace(model, loss_fn, changed_unit(microbatch, 0))
+    before = _trace(model, loss_fn, microbatch, {})
+    after = _trace(model, loss_fn, changed_unit(microbatch, 0), {})
     return _first_difference(before, after, 0, units)
+
+
+def _weights_nearby(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters moved a little at random, none of them zero."""
+    generator = torch.Generator().manual_seed(0)
+    moved: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.numel():
+            size = max(0.1, float(parameter.detach().double().square().mean().sqrt().nan_to_num()))
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            moved[name] = parameter.detach() + (0.1 * size * noise).to(parameter)
+    return moved
 
 
 @final
@@ -50,9 +68,12 @@ class _Trace:
     losses: Tensor
 
 
-def _trace(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> _Trace:
+def _trace(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, weights: dict[str, Tensor]) -> _Trace:
+    def run(inputs: Tensor) -> Any:
+        return functional_call(model, weights, (inputs,)) if weights else model(inputs)
+
     with torch.no_grad(), restored(model), same_draws(microbatch.inputs.device), _traced(model) as calls:
-        losses = row_losses(model, loss_fn, microbatch)
+        losses = row_losses(run, loss_fn, microbatch)
     return _Trace(calls, losses)
 
 

@@ -92,6 +92,7 @@ def search(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, *, evalua
     """Find a plan whose gradients are those of single units; in evaluation mode for a model that draws."""
     units = range(probe.row_weights_UR.shape[0])
     with restored(model), same_draws(probe.inputs.device), evaluation_mode(model, when=evaluate):
+        _calls(model, loss_fn, probe, duties_of(model, Exceptions()))
         try:
             alone = [gradients_alone(model, loss_fn, only_unit(probe, unit)) for unit in units]
         except (RuntimeError, ValueError) as error:
@@ -223,6 +224,8 @@ def _find_layouts(
 def _calls(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, duties: tuple[Duty, ...]) -> list[Call]:
     with torch.enable_grad(), captured(duties) as calls:
         row_losses(model, loss_fn, microbatch)
+        for call in calls:
+            call.check_untouched()
     return calls
 
 

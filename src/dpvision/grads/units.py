@@ -63,7 +63,7 @@ def _watched_step(
     return calls
 
 
-def row_losses(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> Tensor:
+def row_losses(model: Callable[[Tensor], Any], loss_fn: LossFunction, microbatch: Microbatch) -> Tensor:
     """One loss per row.
 
     Guarantee: refuses anything else: a mean or a sum over rows can't be split into units.

@@ -102,26 +102,34 @@ def resnet(
     """
     norms = norm_per_stage(norm, groups, stages=4)
     stem = stem or ("small" if depth == 18 else "large")
-    channels, stages = 64, []
-    for index, (planes, blocks) in enumerate(zip(PLANES, DEPTHS[depth], strict=True)):
-        act = stage1_activation if index == 0 and stage1_activation is not None else activation
-        stage: list[nn.Module] = []
-        for block in range(blocks):
-            stride = 2 if index > 0 and block == 0 else 1
-            stage.append(
-                _block(
-                    channels,
-                    planes,
-                    stride=stride,
-                    bottleneck=depth >= 50,
-                    norm=norms[index],
-                    activation=act,
-                    scale_norm=scale_norm,
-                )
-            )
-            channels = 4 * planes if depth >= 50 else planes
-        stages.append(nn.Sequential(*stage))
-    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    activations = [stage1_activation or activation, activation, activation, activation]
+    stages = _stages(depth, norms=norms, activations=activations, scale_norm=scale_norm)
     body = nn.Sequential(_stem(in_channels, stem=stem, norm=norms[0], activation=activation), *stages)
     kaiming_normal(body, mode="fan_out")
-    return nn.Sequential(body, *head, nn.Linear(channels, num_classes))
+    features = PLANES[-1] * _expansion(depth)
+    return nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(features, num_classes))
+
+
+def _expansion(depth: int) -> int:
+    return 4 if depth >= 50 else 1
+
+
+def _stages(depth: int, *, norms: list[Norm], activations: list[str], scale_norm: bool) -> list[nn.Module]:
+    channels = 64
+    stages: list[nn.Module] = []
+    for index, (planes, blocks) in enumerate(zip(PLANES, DEPTHS[depth], strict=True)):
+        stage: list[nn.Module] = []
+        for block in range(blocks):
+            made = _block(
+                channels,
+                planes,
+                stride=2 if index > 0 and block == 0 else 1,
+                bottleneck=depth >= 50,
+                norm=norms[index],
+                activation=activations[index],
+                scale_norm=scale_norm,
+            )
+            stage.append(made)
+            channels = planes * _expansion(depth)
+        stages.append(nn.Sequential(*stage))
+    return stages

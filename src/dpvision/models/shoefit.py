@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from dpvision.checks import ArgumentError
+from dpvision.checks import ArgumentError, Problems
 from dpvision.models.activations import activation as make_activation
 from dpvision.models.initialise import initialise
 from dpvision.models.layers import SpatialMean
@@ -44,6 +44,9 @@ def shoefit_cnn(
 
     Pictures under 14 pixels have no room for two strides; there the first convolution keeps stride 1.
     """
+    problems = Problems()
+    problems.count("filters", 16 if filters is None else filters)
+    problems.raise_if_any()
     height, width = height_width(image_size, least=8)
     stride = 2 if min(height, width) >= 14 else 1
     first, second = (16, 32) if filters is None else (filters, filters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, final
+from typing import Literal, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,17 @@ _POOLS = {
     "average": lambda: nn.AvgPool2d(3, stride=1, padding=1),
     "none": nn.Identity,
 }
+
+
+class _Parts(NamedTuple):
+    """What the stages are made of."""
+
+    depth: int
+    connections: Connections
+    pooling: Pooling
+    norm: Norm
+    activation: str
+    scale_norm: bool
 
 
 @final
@@ -84,20 +95,10 @@ def smoothnet(
     problems.require(not scale_norm or connections == "residual", "scale_norm needs connections='residual'.")
     problems.require(init == "selu_xavier" or init in SCHEMES, f"init must be selu_xavier, {', '.join(SCHEMES)}.")
     problems.raise_if_any()
-
-    def stage(channels: int, block_width: int) -> tuple[Stage, int]:
-        spec = Norm(norm, groups)
-        blocks: list[nn.Module] = []
-        for _ in range(int(depth)):
-            blocks.append(_block(channels, block_width, pooling=pooling, norm=spec, activation=activation))
-            channels = channels + block_width if connections == "dense" else block_width
-        adds = [scale_norm and index > 0 for index in range(len(blocks))]
-        norms = [spec.make(block_width) if add else nn.Identity() for add in adds]
-        return Stage(blocks, connections=connections, scale_norms=norms), channels
-
-    stage0, channels = stage(in_channels, int(8 * width))
+    parts = _Parts(int(depth), connections, pooling, Norm(norm, groups), activation, scale_norm)
+    stage0, channels = _stage(in_channels, int(8 * width), parts)
     transition = nn.Sequential(nn.Conv2d(channels, channels // 2, 1, bias=False), nn.AvgPool2d(2))
-    stage1, _ = stage(channels // 2, int(16 * width))
+    stage1, _ = _stage(channels // 2, int(16 * width), parts)
     model = nn.Sequential(stage0, transition, stage1, *_head(int(16 * width), num_classes, activation))
     if init == "selu_xavier":
         xavier_uniform(model, gain=nn.init.calculate_gain("selu"))
@@ -106,12 +107,24 @@ def smoothnet(
     return model
 
 
-def _block(in_channels: int, width: int, *, pooling: Pooling, norm: Norm, activation: str) -> nn.Sequential:
+def _stage(channels: int, width: int, parts: _Parts) -> tuple[Stage, int]:
+    """The stage and the channels that leave it."""
+    blocks: list[nn.Module] = []
+    norms: list[nn.Module] = []
+    for _ in range(parts.depth):
+        blocks.append(_block(channels, width, parts))
+        # A block that changes the channels is not added to its input.
+        norms.append(parts.norm.make(width) if parts.scale_norm and channels == width else nn.Identity())
+        channels = channels + width if parts.connections == "dense" else width
+    return Stage(blocks, connections=parts.connections, scale_norms=norms), channels
+
+
+def _block(in_channels: int, width: int, parts: _Parts) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(in_channels, width, 3, padding=1, bias=False),
-        _POOLS[pooling](),
-        norm.make(width),
-        make_activation(activation),
+        _POOLS[parts.pooling](),
+        parts.norm.make(width),
+        make_activation(parts.activation),
     )
 
 

@@ -11,7 +11,7 @@ from dpvision.checks import DPVisionError, PrivacyError
 from dpvision.config import RunConfig, parse_config
 from dpvision.data import Normalisation, released_normalisation
 from dpvision.keys import Keys
-from dpvision.ledger import Ledger
+from dpvision.ledger import Ledger, read_ledger
 from dpvision.noise import standard_normals
 from dpvision.runfolder import Checkpoint, RunFolder
 from dpvision.training.binding import Binding, bound_keys, current_binding, differences
@@ -66,6 +66,8 @@ def come_back(path: Path, *, allow_fork: bool, device: str) -> tuple[Session, li
     binding = binding_of(config, pictures, run_id=stored.run_id, device=device)
     notes = list(checkpoint.warnings)
     changed = differences(stored.bindings[-1], binding)
+    if went_back_before_fork(folder, checkpoint):
+        changed = [*changed, "checkpoint"]
     bindings = stored.bindings
     if changed:
         require_permission(changed, allow_fork=allow_fork)
@@ -145,10 +147,16 @@ def require_permission(changed: list[str], *, allow_fork: bool) -> None:
         )
 
 
+def went_back_before_fork(folder: RunFolder, checkpoint: Checkpoint) -> bool:
+    """Whether newer checkpoints were lost, so that the run is now where its last fork had not begun yet."""
+    begun = [entry.payload["step"] for entry in read_ledger(folder.ledger_path) if entry.kind == "fork"]
+    return bool(begun) and checkpoint.step < begun[-1]
+
+
 def note_forks(ledger: Ledger, bindings: tuple[dict[str, str], ...], checkpoint: Checkpoint) -> int:
     """Write every fork that the key knows into the ledger; a crash may have come between the two."""
     for number in range(ledger.forks + 1, len(bindings)):
-        reason = ", ".join(differences(bindings[number - 1], bindings[number])) or "unknown"
+        reason = ", ".join(differences(bindings[number - 1], bindings[number])) or "checkpoint"
         ledger.note("fork", {"fork": number, "step": checkpoint.step, "reason": f"changed: {reason}"})
     return len(bindings) - 1
 

@@ -1,31 +1,11 @@
-"""The breakages that ``tools.mutants`` applies: each makes a printed epsilon false, and some test must notice."""
+"""Breakages of keys, draws, statistics, noise and optimizers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import final
-
-
-@final
-@dataclass(frozen=True)
-class Mutation:
-    """Replace ``old`` by ``new`` in ``file`` (below src/dpvision); ``tests`` must fail."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
-
-def _mutations(tests: str, file: str, *changes: tuple[str, str, str]) -> tuple[Mutation, ...]:
-    """Several changes of one file that the same test file (below tests/) must notice."""
-    found = tuple(f"tests/{name}.py" for name in tests.split())
-    return tuple(Mutation(name, file, old, new, found) for name, old, new in changes)
-
+from tools.mutations.mutation import mutations
 
 NOISE = (
-    *_mutations(
+    *mutations(
         "test_privatize",
         "noise.py",
         ("noise x 0.93", "mean_per_step = grid.noise_stddev / grid", "mean_per_step = 0.93 * grid.noise_stddev / grid"),
@@ -38,14 +18,14 @@ NOISE = (
         ("a sum that is not finite passes", "    if broken:", "    if False:"),
         ("anything passes as a clipped sum", "if type(clipped) is not ClippedSum:", "if False:"),
     ),
-    *_mutations(
+    *mutations(
         "test_noise",
         "noise.py",
         ("the far tail is cut off", "        radii[tails[first:last] - start] = tail_radii[first:last]\n", ""),
         ("variance 1 % too small", "    radii *= -2.0\n", "    radii *= -1.98\n"),
         ("radius and angle from the same words", "words[:pairs], words[pairs:]", "words[:pairs], words[:pairs]"),
     ),
-    *_mutations(
+    *mutations(
         "test_keys",
         "keys.py",
         ("only 32 bits of a seed count", "str(seed).encode()", "str(seed % 2**32).encode()"),
@@ -56,32 +36,32 @@ NOISE = (
     ),
 )
 OPTIMIZERS = (
-    *_mutations(
+    *mutations(
         "test_optim",
         "optim/optimizer.py",
         ("an ordinary gradient passes as private", "if type(grad) is not self._takes:", "if False:"),
         ("a step can be repeated", "if grad.step != self._steps_taken:", "if grad.step > self._steps_taken:"),
         ("a parameter may be left out", "        if missing or unknown:", "        if unknown:"),
     ),
-    *_mutations(
+    *mutations(
         "test_optim_watch",
         "optim/optimizer.py",
         ("weights moved by hand pass", "        self.check_untouched()\n", ""),
         ("moving buffers pass", "Watch(model, buffers=private)", "Watch(model, buffers=False)"),
     ),
-    *_mutations(
+    *mutations(
         "test_optim_watch",
         "optim/watch.py",
         ("only version counters are watched", "_equal_bits(now[name], self._copies[name])", "now[name]._version == 0"),
     ),
-    *_mutations(
+    *mutations(
         "test_optim_settings",
         "optim/settings.py",
         ("plateau on private metrics", 'if self.kind == "plateau" and not self.public_metric:', "if False:"),
     ),
 )
 DATA = (
-    *_mutations(
+    *mutations(
         "test_draws",
         "data/draws.py",
         ("rate x 1.02", "joins(words, self._sampling.sample_rate)", "joins(words, self._sampling.sample_rate * 1.02)"),
@@ -99,19 +79,19 @@ DATA = (
         ("rows of a unit are summed", "(there_DR / count_D).astype(np.float32)", "there_DR.astype(np.float32)"),
         ("padding shows somebody's picture", "        if len(absent):", "        if False:"),
     ),
-    *_mutations(
+    *mutations(
         "test_data_statistics",
         "data/statistics.py",
         ("statistics divided by the true count", "noisy / num_units, 2)", "noisy / store.num_units, 2)"),
         ("statistics without their bound", "noise_multiplier * unit_bound(channels)", "noise_multiplier"),
         ("statistics charged at half price", "Event(sample_rate=1.0,", "Event(sample_rate=0.5,"),
     ),
-    *_mutations(
+    *mutations(
         "test_data_store",
         "data/store.py",
         ("the key is not bound to the units", "self.labels, self.unit_of_row)", "self.labels)"),
     ),
-    *_mutations(
+    *mutations(
         "test_data_store",
         "data/holdout.py",
         (
@@ -121,5 +101,3 @@ DATA = (
         ),
     ),
 )
-
-MUTATIONS: tuple[Mutation, ...] = (*NOISE, *OPTIMIZERS, *DATA)

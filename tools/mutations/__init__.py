@@ -1,0 +1,12 @@
+"""The breakages that ``tools.mutants`` applies: each makes a printed epsilon false, and some test must notice."""
+
+from __future__ import annotations
+
+from tools.mutations.mutation import Mutation
+from tools.mutations.records import LEDGER
+from tools.mutations.step import DATA, NOISE, OPTIMIZERS
+from tools.mutations.training import TRAINING
+
+__all__ = ["MUTATIONS", "Mutation"]
+
+MUTATIONS: tuple[Mutation, ...] = (*NOISE, *OPTIMIZERS, *DATA, *LEDGER, *TRAINING)

@@ -1,0 +1,57 @@
+"""Breakages of the loop, its wall, its keys and what it declares."""
+
+from __future__ import annotations
+
+from tools.mutations.mutation import mutations
+
+TRAINING = (
+    *mutations(
+        "test_training test_replay",
+        "training/loop.py",
+        (
+            "noise before the charge",
+            "        session.budget.charge(charge_for(batch.sampling, mechanism), step=session.step, fork=session.fork)\n",
+            "",
+        ),
+        ("a step is not counted", "    session.step += 1\n", "    session.step += 2\n"),
+    ),
+    *mutations(
+        "test_training",
+        "training/budget.py",
+        ("the wall has a gap", "self.spent >= self._mechanism.steps", "self.spent > self._mechanism.steps"),
+        ("there is no wall", "self.spent >= self._mechanism.steps", "False"),
+    ),
+    *mutations(
+        "test_training",
+        "training/binding.py",
+        ("the key is not bound to the data", '        "data": data_fingerprint,\n', ""),
+        ("the key is not bound to the configuration", '        "config": config_digest,\n', ""),
+        ("other threads, same noise", '        "threads": str(torch.get_num_threads()),\n', ""),
+        ("a fork keeps its key", 'f"fork={fork}"', '"fork"'),
+    ),
+    *mutations(
+        "test_training",
+        "training/release.py",
+        ("weights moved by hand are certified", "    session.optimizer.check_untouched()\n", ""),
+        ("a seed is not stamped", "hand_seeded=session.keys.hand_seeded", "hand_seeded=False"),
+    ),
+    *mutations(
+        "test_training",
+        "training/prepare.py",
+        ("a plan may cross its target", "planned.epsilon > privacy.target_epsilon", "False"),
+        ("statistics are not composed", "    if config.privacy.enabled and config.data.normalisation", "    if False and config"),
+    ),
+    *mutations(
+        "test_training",
+        "training/start.py",
+        ("statistics are not charged", "    ledger.charge(event, step=0)\n", ""),
+        ("changed data goes on unasked", "    if grave and not allow_fork:", "    if False:"),
+    ),
+    *mutations(
+        "test_flow",
+        "flow.py",
+        ("any sampler passes", '    if sampling.method != "poisson":', "    if False:"),
+        ("any rate passes", "    if sampling.sample_rate != mechanism.sample_rate:", "    if False:"),
+        ("anybody makes a private gradient", "        if proof is not _MADE_BY_PRIVATIZE:", "        if False:"),
+    ),
+)
