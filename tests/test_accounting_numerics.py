@@ -124,3 +124,11 @@ def test_long_compositions_of_short_distributions_take_no_exact_power(monkeypatc
 
     monkeypatch.setattr(pld_pmf.SparsePLDPmf, "self_compose", refuse)
     assert epsilon_of(0.1, 30.0, 1000, 1e-5) > 0
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+def test_epsilons_beyond_any_grid_follow_the_closed_form(adjacency: Adjacency) -> None:
+    shift = 1e4 * (2 if adjacency == "replace_one" else 1)
+    # mu^2/2 + z mu bounds it from above; at the mean loss alone, mu^2/2, delta is about one half.
+    computed = epsilon_of(1.0, 1e-4, 1, 1e-5, adjacency)
+    assert shift**2 / 2 + 4 * shift < computed < shift**2 / 2 + 5 * shift

@@ -44,7 +44,7 @@ class Workload:
 
     def make_model(self) -> nn.Module:
         """The model with fixed weights."""
-        sized = {"image_size": self.image_size} if self.model in {"shoefit_cnn", "linear"} else {}
+        sized = {"image_size": self.image_size} if "image_size" in models.entry(self.model).options else {}
         return models.create(self.model, in_channels=self.in_channels, seed=0, **sized)
 
     def rows(self) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,9 @@
-"""Epsilon by Rényi differential privacy: looser than PLD, and what most papers report."""
+"""Epsilon by Rényi differential privacy: looser than PLD, and what most papers report.
+
+dp-accounting bounds the divergence at fractional orders by a series of absolute values, and leaves out the orders
+where that converges slowly: with large batches or little noise its epsilon is up to some per cent above the papers'.
+So the same orders are also computed by quadrature, and the smaller epsilon counts. Both are upper bounds.
+"""
 
 # pyright: reportMissingTypeStubs=false
 # dp-accounting has annotations but no stubs.
@@ -6,19 +11,25 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 
+import numpy as np
 from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent, ZCDpEvent
-from dp_accounting.rdp import RdpAccountant
+from dp_accounting.rdp import RdpAccountant, compute_epsilon
+from numpy.typing import NDArray
 
 from dpvision.accounting.charges import Charges, merge
 from dpvision.checks import ArgumentError
-from dpvision.mechanism import Adjacency
+from dpvision.mechanism import Adjacency, Event
 
 # One step's divergence is the logarithm of a number near 1 and carries rounding errors of some 1e-16. They can turn it
 # negative, which dp-accounting would read as an epsilon of zero. This is added to every step's divergence.
 ROUNDING_PER_STEP = 2.0**-45
+
+FRACTIONAL_ORDERS = np.array([1 + tenths / 10 for tenths in range(1, 100)])
+LEAST_NOISE_FOR_QUADRATURE = 0.1
 
 _RELATIONS: dict[Adjacency, NeighboringRelation] = {
     "add_remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -27,7 +38,7 @@ _RELATIONS: dict[Adjacency, NeighboringRelation] = {
 
 
 def rdp_epsilon(charges: Charges, *, delta: float, adjacency: Adjacency) -> float:
-    """An epsilon that the charges keep at ``delta``: dp-accounting's RDP at its own orders (1.1 to 1024).
+    """An epsilon that the charges keep at ``delta``, by dp-accounting's RDP at its own orders (1.1 to 1024).
 
     Guarantee: an upper bound; refuses ``replace_one``, for which no RDP of a Poisson-sampled Gaussian is proved.
     """
@@ -39,13 +50,47 @@ def rdp_epsilon(charges: Charges, *, delta: float, adjacency: Adjacency) -> floa
     merged = merge(charges)
     if not merged:
         return 0.0
-    accountant = RdpAccountant(neighboring_relation=_RELATIONS[adjacency])
+    epsilon = _epsilon_by_dp_accounting(merged, delta, _RELATIONS[adjacency])
+    if all(event.noise_multiplier >= LEAST_NOISE_FOR_QUADRATURE for event, _ in merged):
+        epsilon = min(epsilon, _epsilon_by_quadrature(merged, delta))
+    return max(0.0, epsilon)
+
+
+def _epsilon_by_dp_accounting(charges: Charges, delta: float, relation: NeighboringRelation) -> float:
+    accountant = RdpAccountant(neighboring_relation=relation)
     with _without_notes_on_orders():
-        for event, count in merged:
+        for event, count in charges:
             sampled = PoissonSampledDpEvent(event.sample_rate, GaussianDpEvent(event.noise_multiplier))
             accountant.compose(sampled, count)
             accountant.compose(ZCDpEvent(rho=0.0, xi=ROUNDING_PER_STEP), count)
-        return max(0.0, float(accountant.get_epsilon(delta)))
+        return float(accountant.get_epsilon(delta))
+
+
+def _epsilon_by_quadrature(charges: Charges, delta: float) -> float:
+    total = np.zeros_like(FRACTIONAL_ORDERS)
+    for event, count in charges:
+        total += count * (renyi_divergences(event, FRACTIONAL_ORDERS) + ROUNDING_PER_STEP)
+    epsilon, _ = compute_epsilon(list(FRACTIONAL_ORDERS), list(total), delta)
+    return float(epsilon)
+
+
+def renyi_divergences(event: Event, orders: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The Rényi divergences of one release at ``orders`` above 1: ln E[exp(order · loss)] / (order − 1).
+
+    By the trapezoidal rule, whose error falls exponentially with the step: the integrand is analytic in a strip of
+    half-width πσ², so that a step of σ²/3 leaves e^-59, and decays like a normal density.
+    """
+    noise, rate = event.noise_multiplier, event.sample_rate
+    if rate == 1:
+        return orders / (2 * noise**2)
+    step = min(noise / 8, noise**2 / 3)
+    x = np.arange(-9 * noise, float(orders.max()) + 9 * noise, step)
+    loss = np.logaddexp(math.log1p(-rate), math.log(rate) + (x - 0.5) / noise**2)
+    log_density = -((x / noise) ** 2) / 2 - math.log(noise * math.sqrt(2 * math.pi))
+    exponents = orders[:, None] * loss + log_density
+    highest = exponents.max(axis=1, keepdims=True)
+    log_moments = highest[:, 0] + np.log(np.exp(exponents - highest).sum(axis=1) * step)
+    return log_moments / (orders - 1)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import final
 
 from dpvision.accounting import propose_delta
 from dpvision.config import ModelConfig, RunConfig
+from dpvision.models import entry
 from dpvision.optim import AveragingSettings, OptimizerSettings
 
 SMALL_DATA = 20_000
@@ -94,7 +95,7 @@ def propose_model(num_units: int, facts: Facts) -> ModelConfig:
 
 def fit_model(model: ModelConfig, facts: Facts) -> ModelConfig:
     """Tell models with a fixed input size which one it is."""
-    if model.name in {"shoefit_cnn", "linear"} and "image_size" not in model.options:
+    if "image_size" in entry(model.name).options and "image_size" not in model.options:
         return model.model_copy(update={"options": {**model.options, "image_size": facts.image_shape[1]}})
     return model
 

@@ -26,8 +26,8 @@ from dpvision.grads.shares import (
 )
 
 Sizes = tuple[int, ...]
-_WINDOW_NUMBERS = 1 << 23
-"""Window matrices are formed for as many units at a time as stay below this many numbers."""
+_WINDOW_NUMBERS = 1 << 20
+"""Window matrices are formed for as many units at a time as stay below this many numbers, about a cache."""
 
 
 @final
@@ -65,8 +65,8 @@ class Correlation:
         dims = len(self.kernel)
         window = (3, *range(4, 4 + dims))
         space = tuple(range(4 + dims, 4 + 2 * dims))
-        gathered = view.permute(0, 2, *window, 1, *space).reshape(units * self.groups, self._depth(channels), -1)
-        return gathered.mT
+        depth = self._depth(channels)
+        return view.permute(0, 2, *window, 1, *space).reshape(units * self.groups, depth, -1).mT
 
     def _depth(self, channels: int) -> int:
         depth = channels // self.groups
