@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,16 @@ def test_impossible_false_positive_rates_are_refused(rate: float) -> None:
 
 @pytest.mark.parametrize(
     ("adjacency", "words"),
-    [("add_remove", "adding or removing one patient"), ("replace_one", "replacing one patient by another")],
+    [
+        ("add_remove", "Adding or removing one patient"),
+        ("zero_out", "Blanking out one patient"),
+        ("replace_one", "Replacing one patient by another"),
+    ],
 )
 def test_a_guarantee_is_told_in_plain_words(adjacency: Adjacency, words: str) -> None:
     text = describe(a_guarantee(3.0, adjacency=adjacency))
     assert words in text
-    assert "no result more than 20.1 times as likely" in text
+    assert "any outcome at most 20.1 times as likely, plus 1e-05" in text
     assert "finds at most 20.1 in 100 members" in text
     assert "moderate" in text
 
@@ -143,3 +148,11 @@ def test_a_plan_can_be_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ArgumentError, match="at least one row"):
         draw_plan([], tmp_path / "nothing.png")
+
+
+def test_the_example_of_the_page_on_accounting_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parent.parent / "docs" / "accounting.md"
+    example = page.read_text().split("```python\n")[1].split("```")[0]
+    (tmp_path / "example.py").write_text(example)
+    runpy.run_path(str(tmp_path / "example.py"))
+    assert capsys.readouterr().out.strip() == example.rsplit("# ", 1)[1].strip()

@@ -7,10 +7,12 @@ import math
 import numpy as np
 import pytest
 from scipy.optimize import brentq
-from scipy.special import log_ndtr, ndtr
+from scipy.special import binom, log_ndtr, logsumexp, ndtr
 
 from dpvision.accounting import guarantee
 from dpvision.accounting.pld import ROUNDING_PER_STEP, most_steps
+from dpvision.accounting.rdp import FRACTIONAL_ORDERS, renyi_divergences
+from dpvision.accounting.rdp import ROUNDING_PER_STEP as RDP_ROUNDING_PER_STEP
 from dpvision.checks import ArgumentError
 from dpvision.mechanism import Adjacency, Event
 
@@ -106,6 +108,30 @@ def test_no_replacement_is_worse_than_the_opposite_vector(rate: float, noise: fl
             # 1 % of delta is the error of the plane's coarse grid.
             assert replaced_delta(rate, noise, (first, 0.0), new, epsilon) <= delta * 1.01
     assert replaced_delta(rate, noise, (1.0, 0.0), (-1.0, 0.0), epsilon * 0.99) > delta
+
+
+@pytest.mark.parametrize(
+    ("rate", "noise"), [(0.01, 0.1), (0.5, 0.1), (0.01, 0.442), (0.3, 1.0), (0.33, 12.0), (1e-4, 0.7)]
+)
+def test_divergences_by_quadrature_equal_the_binomial_sum(rate: float, noise: float) -> None:
+    # At whole orders E[exp(order * loss)] is a finite sum: Mironov et al. 2019, arXiv 1908.10530, section 3.3.
+    orders = np.array([2.0, 3.0, 7.0, 10.0])
+    found = renyi_divergences(Event(sample_rate=rate, noise_multiplier=noise), orders)
+    for order, divergence in zip(orders, found, strict=True):
+        k = np.arange(int(order) + 1)
+        terms = np.log(binom(order, k)) + k * math.log(rate) + (order - k) * math.log1p(-rate)
+        exact = logsumexp(terms + (k * k - k) / (2 * noise**2)) / (order - 1)
+        # half of what is added to each step for rounding errors
+        assert divergence == pytest.approx(exact, rel=1e-14, abs=RDP_ROUNDING_PER_STEP / 2)
+
+
+def test_divergences_grow_with_the_order_and_meet_the_full_batch() -> None:
+    event = Event(sample_rate=0.1, noise_multiplier=1.0)
+    found = renyi_divergences(event, FRACTIONAL_ORDERS)
+    assert (np.diff(found) > 0).all()
+    full = renyi_divergences(Event(sample_rate=1.0, noise_multiplier=2.0), FRACTIONAL_ORDERS)
+    nearly_full = renyi_divergences(Event(sample_rate=NEARLY_ALL, noise_multiplier=2.0), FRACTIONAL_ORDERS)
+    np.testing.assert_allclose(nearly_full, full, rtol=1e-12)
 
 
 def test_rounding_errors_do_not_turn_rdp_into_a_free_lunch() -> None:

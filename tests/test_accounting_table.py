@@ -24,9 +24,9 @@ QUICK_FOR_PRV = [setting for setting in QUICK if setting.steps <= 1200]
 SLOW = [setting for setting in SETTINGS if setting not in QUICK]
 SLOW_FOR_PRV = [setting for setting in SETTINGS if setting not in QUICK_FOR_PRV]
 
-# At order 1.2, where this epsilon of 70 is found, dp-accounting adds up the absolute values of an alternating series:
-# a bound 4.5 % above the divergence itself, which Opacus computes. We keep dp-accounting's, the safe side.
-RDP_TOLERANCE = {0.442: 0.05}
+# dp-accounting adds up the absolute values of an alternating series at fractional orders, and leaves out the orders at
+# which it converges slowly. The divergence itself, which Opacus and we compute, is this much smaller at epsilon 70.
+RDP_BELOW_DP_ACCOUNTING = {0.442: 0.05}
 
 
 @cache
@@ -112,18 +112,21 @@ def test_pld_is_close_to_dp_accounting_at_its_default_interval(setting: Setting)
 
 
 def check_rdp(setting: Setting) -> None:
-    assert by_rdp(setting) == pytest.approx(direct_rdp(setting), rel=1e-6)
-    assert by_rdp(setting) == pytest.approx(opacus_rdp(setting), rel=RDP_TOLERANCE.get(setting.noise_multiplier, 0.005))
+    direct = direct_rdp(setting)
+    assert direct * (1 - RDP_BELOW_DP_ACCOUNTING.get(setting.noise_multiplier, 0.005)) <= by_rdp(setting)
+    assert by_rdp(setting) <= direct * (1 + 1e-6)
+    # Opacus lacks order 11 and those above 63, of which we have four.
+    assert by_rdp(setting) == pytest.approx(opacus_rdp(setting), rel=2e-4)
 
 
 @pytest.mark.parametrize("setting", QUICK, ids=str)
-def test_rdp_equals_dp_accounting_and_opacus(setting: Setting) -> None:
+def test_rdp_agrees_with_dp_accounting_and_opacus(setting: Setting) -> None:
     check_rdp(setting)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SLOW, ids=str)
-def test_rdp_equals_dp_accounting_and_opacus_with_little_noise(setting: Setting) -> None:
+def test_rdp_agrees_with_dp_accounting_and_opacus_with_little_noise(setting: Setting) -> None:
     check_rdp(setting)
 
 
@@ -140,8 +143,8 @@ def test_pld_lies_within_the_bounds_of_prv_where_it_is_slow(setting: Setting) ->
 
 @pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.rdp is not None], ids=str)
 def test_rdp_gives_the_published_figure(setting: Setting) -> None:
-    # The published sigmas have three digits, which moves epsilon by up to 0.2 %.
-    assert by_rdp(setting) == pytest.approx(setting.rdp, rel=RDP_TOLERANCE.get(setting.noise_multiplier, 0.006))
+    # The published sigmas have three or four digits, which moves epsilon by up to 0.4 %.
+    assert by_rdp(setting) == pytest.approx(setting.rdp, rel=0.004)
 
 
 @pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.prv is not None], ids=str)
@@ -171,14 +174,15 @@ def test_opacus_negative_epsilon_does_not_exist_here() -> None:
 
 def print_table() -> None:
     """One row a setting; differences are relative."""
-    print("| setting | PLD | against dp-accounting | PRV: lower, estimate, upper | RDP | against Opacus |")
-    print("|---|---|---|---|---|---|")
+    print("| setting | PLD | to dp-accounting | PRV: lower, estimate, upper | RDP | to dp-accounting | to Opacus |")
+    print("|---|---|---|---|---|---|---|")
     for setting in SETTINGS:
         lower, estimate, upper = opacus_prv(setting)
         print(
             f"| {setting}, delta={setting.delta:g} | {by_pld(setting):.4f} "
             f"| {by_pld(setting) / direct_pld(setting) - 1:+.0e} | {lower:.4f}, {estimate:.4f}, {upper:.4f} "
-            f"| {by_rdp(setting):.4f} | {by_rdp(setting) / opacus_rdp(setting) - 1:+.0e} |",
+            f"| {by_rdp(setting):.4f} | {by_rdp(setting) / direct_rdp(setting) - 1:+.0e} "
+            f"| {by_rdp(setting) / opacus_rdp(setting) - 1:+.0e} |",
             flush=True,
         )
 

@@ -72,7 +72,7 @@ def test_a_missing_delta_is_proposed_and_announced() -> None:
 def test_people_get_words() -> None:
     output = run(f"{EPSILON} --delta 1e-5").stdout
     assert "epsilon              2.92" in output
-    assert "adding or removing one example makes no result more than" in output
+    assert "Adding or removing one example makes any outcome at most" in output
 
 
 def test_dangerous_figures_are_warned_of() -> None:

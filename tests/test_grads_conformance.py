@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from grads_support import relative_error, wavy_loss
 from torch import Tensor, nn
 
 from dpvision.grads import clipped_sum, oracle, reference
 from dpvision.grads.rules import rule_for
 from dpvision.models.layers import ScalarGain, WSConv2d
+from grads_support import relative_error, wavy_loss
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from grads_support import PaddedDraw, cross_entropy, distance, relative_error, total_norm, wavy_loss
 from torch import Tensor, nn
 
 from dpvision.checks import ArgumentError
 from dpvision.flow import ClippedSum
 from dpvision.grads import Performance, clipped_sum, clipped_sum_of_batch, oracle, ordinary_gradient
 from dpvision.models.layers import WSConv2d
+from grads_support import PaddedDraw, cross_entropy, distance, relative_error, total_norm, wavy_loss
 
 CLIP_NORMS = (0.37, 2.5)
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from grads_support import PaddedDraw, assert_same_traces, cross_entropy, relative_error, traces_of
 from torch import Tensor, nn
 
 from dpvision.checks import PrivacyError
 from dpvision.flow import Microbatch
-from dpvision.grads import Performance, clipped_sum, clipped_sum_of_batch, preflight
+from dpvision.grads import Performance, clipped_sum, clipped_sum_of_batch, preflight, reference
+from grads_support import PaddedDraw, assert_same_traces, cross_entropy, relative_error, traces_of
 
 
 class Keeper(nn.Module):
@@ -172,6 +172,26 @@ def test_a_layer_whose_input_is_overwritten_later_is_refused_by_name() -> None:
 
     with pytest.raises(PrivacyError, match=r"the input of first \(Linear\) was changed in place"):
         clipped_sum(Overwriting(), cross_entropy, *rows(), clip_norm=0.3)
+
+
+def test_shared_modules_keep_their_parameters() -> None:
+    """``functional_call`` leaves its own tensors behind in a module that it reaches under two names."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(3, 3)
+            self.b, self.head = nn.Sequential(self.a, nn.Tanh()), nn.Linear(3, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.b(self.a(x)) @ self.a.weight)
+
+    model = Shared()
+    before = traces_of(model)
+    clipped_sum(model, cross_entropy, *rows(), clip_norm=0.3)
+    assert not preflight(model, cross_entropy, *rows())
+    reference.clipped_sum_by_func(model, cross_entropy, *rows(), clip_norm=0.3)
+    assert_same_traces(before, traces_of(model))
 
 
 def test_the_plan_of_a_model_does_not_keep_it_alive() -> None:

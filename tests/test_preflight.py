@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from grads_support import cross_entropy, relative_error
 from torch import Tensor, nn
 
 from dpvision.checks import ArgumentError, PrivacyError
 from dpvision.grads import clipped_sum, oracle, preflight, require_private_ready
+from grads_support import cross_entropy, relative_error
 
 
 class CentredByHand(nn.Module):

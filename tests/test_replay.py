@@ -84,10 +84,7 @@ def run_frozen(
 
 def released_files(run: Path) -> dict[str, bytes]:
     files = {str(p.relative_to(run)): p.read_bytes() for p in sorted((run / "release").rglob("*")) if p.is_file()}
-    metrics = json.loads(files["release/metrics.json"])
-    metrics.pop("train_seconds")
-    files["release/metrics.json"] = json.dumps(metrics).encode()
-    files.pop("release/manifest.json")  # hashes of the others, metrics.json with its wall time among them
+    assert len(files) >= 6
     return files
 
 

@@ -15,6 +15,7 @@ import dpvision.training.loop as loop_module
 from dpvision.accounting import mechanism_guarantee
 from dpvision.checks import ArgumentError, DPVisionError, PrivacyError
 from dpvision.ledger import charges_of, read_ledger
+from dpvision.mechanism import Mechanism
 from dpvision.training import resume, train
 from dpvision.training.budget import BudgetSpent
 from dpvision.training.loop import take_step
@@ -60,17 +61,35 @@ def cut_off(run: Path, config: Any, *, after: int) -> None:
 def test_the_certificate_of_a_run_is_what_the_accountant_says_of_its_mechanism(tmp_path: Path, pictures: Path) -> None:
     config = tiny_config(pictures)
     result = train(config, run=tmp_path / "run")
-    assert result.finished
+    assert result.outcome == "finished"
     assert result.certificate["for_release"]
-    expected = mechanism_guarantee(config.mechanism, delta=1e-3)
+    mechanism = Mechanism.from_dict(result.certificate["mechanism"])
+    assert mechanism.noise_multiplier == 1.3
+    assert mechanism.sample_rate == 20 / 60
+    expected = mechanism_guarantee(mechanism, delta=1e-3)
     assert result.certificate["epsilon"] == pytest.approx(expected.epsilon, rel=1e-9)
     assert verify(tmp_path / "run").ok
 
 
-def test_two_runs_from_os_entropy_share_no_noise(tmp_path: Path, pictures: Path) -> None:
+def test_two_runs_from_os_entropy_share_no_noise(
+    tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise: list[torch.Tensor] = []
+    original = loop_module.privatize
+
+    def watched(clipped: Any, mechanism: Any, keys: Any, *, step: int) -> Any:
+        zeros = type(clipped)({n: torch.zeros_like(g) for n, g in clipped.gradients.items()}, clipped.clip_norm)
+        noise.append(torch.cat([g.flatten() for g in original(zeros, mechanism, keys, step=step).gradients.values()]))
+        return original(clipped, mechanism, keys, step=step)
+
+    monkeypatch.setattr(loop_module, "privatize", watched)
     for name in ("a", "b"):
         train(tiny_config(pictures), run=tmp_path / name)
-    assert weights_of(tmp_path / "a") != weights_of(tmp_path / "b")
+    draws = torch.stack(noise)
+    assert len(draws) == 24
+    correlations = torch.corrcoef(draws) - torch.eye(24)
+    # 195 coordinates: 6.5 standard errors of a correlation, over 276 pairs: false alarm below 1e-7.
+    assert correlations.abs().max() < 6.5 / 195**0.5
 
 
 def test_a_hand_seeded_run_is_repeatable_and_stamped_not_for_release(tmp_path: Path, pictures: Path) -> None:
@@ -93,7 +112,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_run(tmp_path: Path, pictures
     config = tiny_config(pictures)
     train(config, run=tmp_path / "whole", seed=3)
     cut_off(tmp_path / "cut", config, after=after)
-    assert resume(tmp_path / "cut").finished
+    assert resume(tmp_path / "cut").outcome == "finished"
     assert weights_of(tmp_path / "cut") == weights_of(tmp_path / "whole")
     assert ledger_of(tmp_path / "cut") == ledger_of(tmp_path / "whole")
     assert verify(tmp_path / "cut").ok
@@ -127,18 +146,132 @@ def test_one_more_step_than_planned_is_refused_and_moves_nothing(tmp_path: Path,
 def test_resuming_a_finished_run_takes_no_step(tmp_path: Path, pictures: Path) -> None:
     train(tiny_config(pictures), run=tmp_path / "run", seed=3)
     before = weights_of(tmp_path / "run"), ledger_of(tmp_path / "run")
-    assert resume(tmp_path / "run").finished
+    assert resume(tmp_path / "run").outcome == "finished"
     assert (weights_of(tmp_path / "run"), ledger_of(tmp_path / "run")) == before
 
 
-def test_resuming_with_more_steps_written_into_the_config_is_refused(tmp_path: Path, pictures: Path) -> None:
-    train(tiny_config(pictures), run=tmp_path / "run", seed=3)
-    path = tmp_path / "run" / "release" / "config.json"
+def edit_config(run: Path, section: str, **changes: Any) -> None:
+    path = run / "private" / "config.json"
     values = json.loads(path.read_text())
-    values["privacy"]["steps"] = 500
+    values[section] |= changes
     path.write_text(json.dumps(values))
-    with pytest.raises(PrivacyError, match="config"):
+
+
+@pytest.mark.parametrize(
+    "change", [{"steps": 500}, {"noise_multiplier": 20.0}, {"delta": 0.3}, {"num_units": 61}, {"target_epsilon": 90.0}]
+)
+def test_a_changed_plan_is_refused_on_resume_even_with_fork(
+    tmp_path: Path, pictures: Path, change: dict[str, float]
+) -> None:
+    cut_off(tmp_path / "run", tiny_config(pictures), after=7)
+    edit_config(tmp_path / "run", "privacy", **change)
+    with pytest.raises(PrivacyError, match=next(iter(change))):
+        resume(tmp_path / "run", allow_fork=True)
+    assert training_charges(tmp_path / "run") == 7
+
+
+def test_other_constants_for_the_pixels_are_another_configuration(tmp_path: Path, pictures: Path) -> None:
+    cut_off(tmp_path / "run", tiny_config(pictures), after=7)
+    edit_config(tmp_path / "run", "data", mean=[0.1])
+    with pytest.raises(PrivacyError, match="pixels"):
         resume(tmp_path / "run")
+
+
+def test_the_key_of_another_run_is_refused(tmp_path: Path, pictures: Path) -> None:
+    cut_off(tmp_path / "run", tiny_config(pictures), after=7)
+    train(tiny_config(pictures), run=tmp_path / "other", seed=4)
+    key = (tmp_path / "other" / "private" / "key.json").read_bytes()
+    (tmp_path / "run" / "private" / "key.json").write_bytes(key)
+    with pytest.raises(PrivacyError, match="run_id"):
+        resume(tmp_path / "run", allow_fork=True)
+
+
+def test_a_run_that_released_statistics_and_died_says_what_it_spent(
+    tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def power_cut(*arguments: Any, **keywords: Any) -> Any:
+        raise ConnectionAbortedError
+
+    monkeypatch.setattr("dpvision.training.start.assemble", power_cut)
+    config = tiny_config(pictures, data={"normalisation": "released"})
+    with pytest.raises(ConnectionAbortedError):
+        train(config, run=tmp_path / "run", seed=3)
+    with pytest.raises(DPVisionError, match="did spend 1 × normalisation statistics"):
+        resume(tmp_path / "run")
+
+
+def test_random_layers_draw_the_same_when_a_step_is_replayed(
+    tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_dropout(*arguments: Any, **keywords: Any) -> torch.nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.5), torch.nn.Linear(64, 3))
+
+    monkeypatch.setattr("dpvision.training.session.models.create", with_dropout)
+    train(tiny_config(pictures), run=tmp_path / "whole", seed=3)
+    cut_off(tmp_path / "cut", tiny_config(pictures), after=7)
+    resume(tmp_path / "cut")
+    assert weights_of(tmp_path / "cut") == weights_of(tmp_path / "whole")
+
+
+def test_a_word_for_a_person_needs_ids_of_persons(tmp_path: Path, pictures: Path) -> None:
+    with pytest.raises(ArgumentError, match="Say who owns"):
+        train(tiny_config(pictures, privacy={"privacy_unit": "patient"}), run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_that_the_certificate_could_not_state_is_refused_before_it_is_spent(
+    tmp_path: Path, pictures: Path
+) -> None:
+    with pytest.raises(ArgumentError, match="replace_one"):
+        train(tiny_config(pictures, privacy={"adjacency": "replace_one"}), run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_release_names_files_and_not_where_they_lie(tmp_path: Path, pictures: Path) -> None:
+    train(tiny_config(pictures), run=tmp_path / "run")
+    for path in (tmp_path / "run" / "release").rglob("*"):
+        assert str(tmp_path).encode() not in path.read_bytes(), path.name
+
+
+def held_out_run(tmp_path: Path) -> tuple[Path, Path]:
+    """A run on a folder of class folders without a test set."""
+    from PIL import Image
+
+    folder = tmp_path / "scans"
+    for number, image in enumerate(made_up_pictures(80)[0]):
+        (folder / str(number % 3)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image[0]).save(folder / str(number % 3) / f"m{number:03}.png")
+    config = tiny_config(folder, data={"image_size": 8, "channels": 1}, privacy={"num_units": 70})
+    cut_off(tmp_path / "run", config, after=7)
+    Image.fromarray(made_up_pictures(1)[0][0][0]).save(folder / "0" / "a-new-one.png")
+    return folder, tmp_path / "run"
+
+
+def test_a_new_picture_moves_no_other_between_training_and_the_held_out_part(tmp_path: Path) -> None:
+    _, run = held_out_run(tmp_path)
+    session, _ = come_back(run, allow_fork=True, device="cpu")
+    tested_now = set(session.pictures.test.row_names)
+    keys = session.folder.load_key()
+    from dpvision.training.start import holdout_keys
+
+    (tmp_path / "scans" / "0" / "a-new-one.png").unlink()
+    from dpvision.training.prepare import load_pictures
+
+    tested_before = set(load_pictures(session.config.data, holdout_keys(keys.keys, keys.run_id)).test.row_names)
+    assert tested_now - {"0/a-new-one.png"} == tested_before
+    session.folder.close()
+
+
+def test_a_test_split_that_changed_is_not_evaluated_on(tmp_path: Path, pictures: Path) -> None:
+    from dpvision.checks import DataError
+    from dpvision.training.released import load_released, test_pictures
+
+    train(tiny_config(pictures), run=tmp_path / "run")
+    write_pictures(pictures, test=31)
+    with pytest.raises(DataError, match="not what it was"):
+        test_pictures(tmp_path / "run", load_released(tmp_path / "run"), test=None, data_dir=None)
 
 
 def test_a_changed_picture_gives_other_noise_and_is_charged_again(tmp_path: Path, pictures: Path) -> None:
@@ -149,7 +282,7 @@ def test_a_changed_picture_gives_other_noise_and_is_charged_again(tmp_path: Path
     with pytest.raises(PrivacyError, match="data"):
         resume(tmp_path / "run")
     result = resume(tmp_path / "run", allow_fork=True)
-    assert not result.finished, "the repeated steps were charged, so the plan can't be completed"
+    assert result.outcome == "budget_spent", "the repeated steps were charged, so the plan can't be completed"
     assert training_charges(tmp_path / "run") == 12
     entries = read_ledger(tmp_path / "run" / "release" / "ledger.jsonl")
     repeated = [e for e in entries if e.kind == "charge" and e.payload["fork"] == 1]
@@ -198,7 +331,7 @@ def test_a_weight_moved_by_hand_gets_no_certificate(tmp_path: Path, pictures: Pa
     take_step(session)
     next(session.model.parameters()).data[0, 0] += 1e-3
     with pytest.raises(PrivacyError):
-        write_release(session, finished=False)
+        write_release(session, outcome="stopped")
     assert not (tmp_path / "run" / "release" / "certificate.json").exists()
     with pytest.raises(PrivacyError):
         take_step(session)
@@ -266,7 +399,7 @@ def test_a_run_that_cannot_begin_leaves_nothing_behind(tmp_path: Path, pictures:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_unit_of_several_rows_is_clipped_once(tmp_path: Path) -> None:
+def test_the_certificate_names_the_owner_of_several_rows_as_the_unit(tmp_path: Path) -> None:
     images, labels = made_up_pictures(60)
     owner = np.arange(60) // 3
     path = tmp_path / "owned.npz"

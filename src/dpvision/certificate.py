@@ -148,7 +148,7 @@ def build_certificate(
     charges = charges_of(ledger)
     spent = spent_by(charges, delta=header["delta"], adjacency=header["adjacency"])
     stamps = [HAND_SEEDED] if hand_seeded else []
-    stamps += [*required_stamps(ledger, mechanism), *more.stamps]
+    stamps = _unique([*stamps, *required_stamps(ledger, mechanism), *more.stamps])
     certificate = Certificate(
         format=FORMAT,
         for_release=not stamps,
@@ -198,10 +198,10 @@ def _or_none(charges: Charges, *, delta: float, adjacency: Adjacency) -> float |
 
 def required_stamps(ledger: Sequence[Entry], mechanism: Mechanism | None) -> list[str]:
     """Reasons against a release that the ledger itself shows."""
+    stamps = [HAND_SEEDED] if ledger[0].payload.get("hand_seeded") else []
     if mechanism is None:
-        return [NO_PRIVACY]
+        return [*stamps, NO_PRIVACY]
     charges = charges_of(ledger)
-    stamps: list[str] = []
     if any(event != mechanism.step_event for event, _ in charges if event.purpose == TRAINING):
         stamps.append("the mechanism was changed during the run: its parts compose, but the plan followed the data")
     if steps_taken(charges) > mechanism.steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -14,6 +15,7 @@ from dpvision.mechanism import Adjacency, Mechanism, OrdinaryPlan
 from dpvision.optim import AveragingSettings, OptimizerSettings, ScheduleSettings
 
 Option = bool | int | float | str
+_MECHANISM_FIELDS = ("num_units", "expected_batch_size", "clip_norm", "noise_multiplier", "steps", "privacy_unit")
 
 
 class _Settings(BaseModel):
@@ -55,7 +57,8 @@ class ModelConfig(_Settings):
 class PrivacyConfig(_Settings):
     """The mechanism, or what is known of it so far.
 
-    ``target_epsilon`` is a wall: no step may be taken that would cross it.
+    ``target_epsilon`` is a wall: no step may be taken that would cross it. ``privacy_unit`` is a word for what is
+    protected; only a run whose units own several rows may call them by another name than ``example``.
     """
 
     enabled: bool = True
@@ -66,7 +69,7 @@ class PrivacyConfig(_Settings):
     steps: int | None = Field(default=None, ge=1)
     clip_norm: float | None = Field(default=None, gt=0)
     num_units: int | None = Field(default=None, ge=1)
-    privacy_unit: str = "example"
+    privacy_unit: str | None = None
     adjacency: Adjacency = "add_remove"
 
     @model_validator(mode="after")
@@ -96,8 +99,8 @@ class RunConfig(_Settings):
         """The mechanism of a resolved, private configuration."""
         if not self.privacy.enabled:
             raise ArgumentError("a run without privacy has no mechanism.")
-        self._require_resolved("num_units", "expected_batch_size", "clip_norm", "noise_multiplier", "steps")
-        return Mechanism(**self.privacy.model_dump(exclude={"enabled", "target_epsilon", "delta"}))
+        self._require_resolved(*_MECHANISM_FIELDS)
+        return Mechanism(**self.privacy.model_dump(include={*_MECHANISM_FIELDS, "adjacency"}))
 
     @property
     def plan(self) -> Mechanism | OrdinaryPlan:
@@ -120,6 +123,12 @@ class RunConfig(_Settings):
         """SHA-256 of what was configured; constants that the run itself released are left out."""
         configured = self.with_normalisation(None, None)
         return hashlib.sha256(configured.to_json().encode()).hexdigest()
+
+    def public(self) -> RunConfig:
+        """What is released of the configuration: names of files and folders, not where they lie."""
+        paths = ("source", "test", "unit_csv")
+        names = {name: Path(value).name for name in paths if (value := getattr(self.data, name)) is not None}
+        return self.model_copy(update={"data": self.data.model_copy(update={**names, "data_dir": None})})
 
     def with_normalisation(self, mean: tuple[float, ...] | None, std: tuple[float, ...] | None) -> RunConfig:
         """The same configuration with these constants for the pixels."""

@@ -96,7 +96,7 @@ DATA = (
         "data/holdout.py",
         (
             "the hold-out depends on the number of units",
-            'joins(keys.bits(store.num_units, "holdout"), fraction)',
+            "joins(np.array(words, dtype=np.uint64), fraction)",
             "np.arange(store.num_units) < fraction * store.num_units",
         ),
     ),

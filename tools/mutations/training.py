@@ -14,12 +14,13 @@ TRAINING = (
             "",
         ),
         ("a step is not counted", "    session.step += 1\n", "    session.step += 2\n"),
+        ("random layers are not replayed", '        torch.manual_seed(session.keys.seed("views", session.step))\n', ""),
     ),
     *mutations(
         "test_training",
         "training/budget.py",
-        ("the wall has a gap", "self.spent >= self._mechanism.steps", "self.spent > self._mechanism.steps"),
-        ("there is no wall", "self.spent >= self._mechanism.steps", "False"),
+        ("the wall has a gap", "self.spent >= self.planned", "self.spent > self.planned"),
+        ("there is no wall", "self.spent >= self.planned", "False"),
     ),
     *mutations(
         "test_training",

@@ -43,16 +43,16 @@ def attack_success(guarantee: Guarantee, *, false_positive_rate: float) -> float
 def describe(guarantee: Guarantee) -> str:
     """One sentence for a reader who has never heard of epsilon."""
     change = {
-        "add_remove": f"adding or removing one {guarantee.privacy_unit}",
-        "zero_out": f"blanking out one {guarantee.privacy_unit}",
-        "replace_one": f"replacing one {guarantee.privacy_unit} by another",
+        "add_remove": f"Adding or removing one {guarantee.privacy_unit}",
+        "zero_out": f"Blanking out one {guarantee.privacy_unit}",
+        "replace_one": f"Replacing one {guarantee.privacy_unit} by another",
     }[guarantee.adjacency]
     success = attack_success(guarantee, false_positive_rate=_DISPLAY_RATE)
     factor = math.exp(min(guarantee.epsilon, 700.0))
     return (
-        f"Except with probability {guarantee.delta:g}, {change} makes no result more than {factor:,.3g} times as "
-        f"likely; an attacker who may wrongly accuse 1 in 100 outsiders finds at most {100 * success:.3g} in 100 "
-        f"members (epsilon {guarantee.epsilon:.4g}, {_strength(guarantee.epsilon)})."
+        f"{change} makes any outcome at most {factor:,.3g} times as likely, plus {guarantee.delta:g}; an attacker who "
+        f"may wrongly accuse 1 in 100 outsiders finds at most {100 * success:.3g} in 100 members "
+        f"(epsilon {guarantee.epsilon:.4g}, {_strength(guarantee.epsilon)})."
     )
 
 

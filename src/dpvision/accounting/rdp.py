@@ -24,9 +24,9 @@ from dpvision.accounting.charges import Charges, merge
 from dpvision.checks import ArgumentError
 from dpvision.mechanism import Adjacency, Event
 
-# One step's divergence is the logarithm of a number near 1 and carries rounding errors of some 1e-16. They can turn it
+# One step's divergence is the logarithm of a number near 1, with rounding errors of up to 4e-14. They can turn it
 # negative, which dp-accounting would read as an epsilon of zero. This is added to every step's divergence.
-ROUNDING_PER_STEP = 2.0**-45
+ROUNDING_PER_STEP = 2.0**-42
 
 FRACTIONAL_ORDERS = np.array([1 + tenths / 10 for tenths in range(1, 100)])
 LEAST_NOISE_FOR_QUADRATURE = 0.1

@@ -132,7 +132,7 @@ def _finish(result: RunResult, *, json: bool) -> None:
         for line in summary_lines(result.certificate, result.metrics):
             typer.echo(line)
         typer.echo(f"report: {report}")
-    if not result.finished:
+    if result.outcome == "stopped":
         typer.echo(f"stopped before the plan was done; go on with: dpvision resume {result.run}", err=True)
         raise typer.Exit(INTERRUPTED)
 

@@ -103,6 +103,7 @@ def load_listing(
         labels=listing.labels[good],
         class_names=tuple(printable(each) for each in listing.class_names),
         unit_of_row=torch.arange(len(good)) if units is None else dense_units([units[row] for row in good]),
+        owners=None if units is None else tuple(units[row] for row in good),
         name=name,
         row_names=tuple(names[row] for row in good),
         skipped=bad,

@@ -35,7 +35,8 @@ class ImageStore:
     """Pictures of one shape with labels and privacy units. Sensitive, unless its owner declares it public.
 
     ``images`` is uint8 (rows, channels, height, width); ``labels`` and ``unit_of_row`` are int64 (rows,). Units are
-    numbered 0 … num_units - 1 in the order in which they first appear.
+    numbered 0 … num_units - 1 in the order in which they first appear. ``owners`` names each row's unit; without it a
+    unit has the name of its first row.
     """
 
     images: Tensor
@@ -44,6 +45,7 @@ class ImageStore:
     unit_of_row: Tensor
     name: str
     row_names: Sequence[str]
+    owners: Sequence[str] | None = None
     skipped: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -53,8 +55,9 @@ class ImageStore:
         for name, values in (("labels", self.labels), ("unit_of_row", self.unit_of_row)):
             if values.dtype != torch.int64 or values.shape != (rows,):
                 raise DataError(f"{name} must be int64 ({rows},), got {values.dtype} {tuple(values.shape)}.")
-        if len(self.row_names) != rows:
-            raise DataError(f"row_names must name {rows} rows, got {len(self.row_names)}.")
+        for name, texts in (("row_names", self.row_names), ("owners", self.owners)):
+            if texts is not None and len(texts) != rows:
+                raise DataError(f"{name} must name {rows} rows, got {len(texts)}.")
         if rows and not (int(self.labels.min()) >= 0 and int(self.labels.max()) < self.num_classes):
             raise DataError(
                 f"labels must lie in 0..{self.num_classes - 1}, got {int(self.labels.min())}..{int(self.labels.max())}."
@@ -94,6 +97,13 @@ class ImageStore:
         np.cumsum(np.bincount(units, minlength=self.num_units), out=offsets[1:])
         return UnitRows(offsets, np.argsort(units, kind="stable"))
 
+    @cached_property
+    def names_of_units(self) -> tuple[str, ...]:
+        """What each unit is called: a name that stays when other units come or go."""
+        names = self.row_names if self.owners is None else self.owners
+        offsets, order = self.rows_of_units
+        return tuple(names[row] for row in order[offsets[:-1]].tolist())
+
     def fingerprint(self) -> str:
         """SHA-256 over shape, pixels, labels and units: a run's keys are bound to it."""
         return self._fingerprint
@@ -119,6 +129,7 @@ class ImageStore:
             labels=self.labels[index],
             unit_of_row=torch.from_numpy(units[rows]),
             row_names=tuple(self.row_names[row] for row in rows.tolist()),
+            owners=None if self.owners is None else tuple(self.owners[row] for row in rows.tolist()),
             skipped=(),
         )
 
@@ -164,4 +175,5 @@ def store_of_arrays(
         unit_of_row=torch.arange(rows) if unit_names is None else dense_units(unit_names),
         name=name,
         row_names=numbered_rows(rows),
+        owners=None if unit_names is None else tuple(map(str, unit_names)),
     )

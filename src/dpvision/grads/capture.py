@@ -101,7 +101,7 @@ def _after_rule(duty: Duty, calls: list[Call]) -> Callable[..., Any]:
             return None
         # Writing into a view in place cuts the old node out of the graph, so a view is copied first.
         seen = output.clone() if output._is_view() else output
-        inputs = (args[0] if args else kwargs["input"],)
+        inputs = (args[0] if args else kwargs.get("input", next(iter(kwargs.values()))),)
         calls.append(_record(duty, _Entry(inputs, {}, _versions(inputs)), [seen]))
         return seen
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import final
 
@@ -77,9 +77,21 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def places(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every place that holds a parameter, once: tied parameters appear for each place, shared modules only once.
+
+    These are the names that ``functional_call`` can safely be given with ``tie_weights=False``. Told of one place under
+    two names, it would put its own tensor back into the model instead of the parameter.
+    """
+    for prefix, part in module.named_modules() if recurse else [("", module)]:
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                yield (f"{prefix}.{name}" if prefix else name), parameter
+
+
 def _names_by_parameter(module: nn.Module, *, recurse: bool) -> dict[nn.Parameter, tuple[str, ...]]:
     names: dict[nn.Parameter, tuple[str, ...]] = {}
-    for name, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
+    for name, parameter in places(module, recurse=recurse):
         if parameter.requires_grad:
             names[parameter] = (*names.get(parameter, ()), name)
     return names

@@ -15,14 +15,16 @@ from torch import Tensor, nn
 
 from dpvision.checks import PrivacyError, Problems
 from dpvision.flow import Batch, ClippedSum, Microbatch, Sampling
+from dpvision.grads.admission import plan_for
 from dpvision.grads.clip import clipped_sums
 from dpvision.grads.duties import Duty, duties_of, trainable
 from dpvision.grads.performance import Performance
-from dpvision.grads.plan import Plan, movement, plan_for
+from dpvision.grads.plan import Plan
 from dpvision.grads.probe import same_attributes, stored
+from dpvision.grads.refusals import movement
 from dpvision.grads.units import LossFunction, unit_gradients
 
-_MOST_UNITS: Final = 1024
+_MOST_UNITS: Final = 512
 
 
 def clipped_sum(
@@ -69,9 +71,9 @@ def clipped_sum_of_batch(
     with _unmoved(model):
         for microbatch in batch.microbatches(_microbatch_size(model, loss_fn, batch, performance)):
             if plan is None:
-                plan = plan_for(model, loss_fn, microbatch)
+                plan = plan_for(model, loss_fn, microbatch, channels_last=performance.channels_last)
                 duties = duties_of(model, plan.exceptions)
-            found = unit_gradients(model, loss_fn, microbatch, duties, plan.layouts)
+            found = unit_gradients(model, loss_fn, plan.arranged(microbatch), duties, plan.layouts)
             real_U = microbatch.row_weights_UR.ne(0).any(1)
             for parameter, part in clipped_sums(found.shares, real_U, clip_norm).items():
                 sums[parameter] += part
@@ -85,7 +87,7 @@ def _microbatch_size(model: nn.Module, loss_fn: LossFunction, batch: Batch, perf
     first = next(batch.microbatches(1), None)
     if first is None:
         return 1
-    needed = plan_for(model, loss_fn, first).bytes_per_unit
+    needed = plan_for(model, loss_fn, first, channels_last=performance.channels_last).bytes_per_unit
     return max(1, min(_MOST_UNITS, performance.memory_mib * 2**20 // max(1, needed)))
 
 

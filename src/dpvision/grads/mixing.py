@@ -16,11 +16,10 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from dpvision.flow import Microbatch
-from dpvision.grads.duties import label_of
+from dpvision.grads.duties import label_of, places
 from dpvision.grads.probe import changed_unit, restored, same_draws
+from dpvision.grads.refusals import LOSS
 from dpvision.grads.units import LossFunction, row_losses
-
-LOSS = "loss_fn"
 
 
 def mixing_place(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> str | None:
@@ -48,15 +47,17 @@ def suspected_place(model: nn.Module, loss_fn: LossFunction, microbatch: Microba
 
 
 def _weights_nearby(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters moved a little at random, none of them zero."""
+    """Parameters moved a little at random, none of them zero, for every place that holds one."""
     generator = torch.Generator().manual_seed(0)
-    moved: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.numel():
-            size = max(0.1, float(parameter.detach().double().square().mean().sqrt().nan_to_num()))
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            moved[name] = parameter.detach() + (0.1 * size * noise).to(parameter)
-    return moved
+    moved = {parameter: _nearby(parameter.detach(), generator) for parameter in model.parameters()}
+    return {name: moved[parameter] for name, parameter in places(model)}
+
+
+def _nearby(x: Tensor, generator: torch.Generator) -> Tensor:
+    if not x.is_floating_point() or not x.numel():
+        return x
+    size = max(0.1, float(x.double().square().mean().sqrt().nan_to_num()))
+    return x + (0.1 * size * torch.randn(x.shape, generator=generator, dtype=torch.float64)).to(x)
 
 
 @final
@@ -70,7 +71,7 @@ class _Trace:
 
 def _trace(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, weights: dict[str, Tensor]) -> _Trace:
     def run(inputs: Tensor) -> Any:
-        return functional_call(model, weights, (inputs,)) if weights else model(inputs)
+        return functional_call(model, weights, (inputs,), tie_weights=False) if weights else model(inputs)
 
     with torch.no_grad(), restored(model), same_draws(microbatch.inputs.device), _traced(model) as calls:
         losses = row_losses(run, loss_fn, microbatch)

@@ -46,9 +46,7 @@ def clipped_sum_by_loop(
     return clip_and_add(gradients, zeros, clip_norm=clip_norm)
 
 
-def clip_and_add(
-    gradients: list[dict[str, Tensor]], zeros: dict[str, Tensor], *, clip_norm: float
-) -> ClippedSum:
+def clip_and_add(gradients: list[dict[str, Tensor]], zeros: dict[str, Tensor], *, clip_norm: float) -> ClippedSum:
     """Each unit's gradient scaled to at most ``clip_norm``, added to ``zeros``; one that is not finite is left out."""
     total = {name: zero.detach() for name, zero in zeros.items()}
     for gradient in gradients:

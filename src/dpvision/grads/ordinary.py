@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +12,8 @@ from dpvision.flow import Batch
 from dpvision.grads.duties import trainable
 from dpvision.grads.performance import Performance
 from dpvision.grads.units import LossFunction, row_losses
+
+_UNITS: Final = 128
 
 
 def ordinary_gradient(
@@ -24,7 +28,7 @@ def ordinary_gradient(
     problems.raise_if_any()
     parameters = trainable(model)
     totals = {name: torch.zeros_like(parameter.detach()) for name, parameter in parameters.items()}
-    for microbatch in batch.microbatches(performance.microbatch_size or 32):
+    for microbatch in batch.microbatches(performance.microbatch_size or _UNITS):
         with torch.enable_grad():
             losses = row_losses(model, loss_fn, microbatch)
         if not losses.requires_grad:

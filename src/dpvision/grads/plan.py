@@ -1,17 +1,15 @@
-"""How to get a model's per-unit gradients, found out once by trying: the usual way, and where it fails, another one.
+"""How to get a model's per-unit gradients: the usual way, and where it fails, another one.
 
-A plan is proved on a few made-up units: every parameter's gradient is compared with that of a unit by itself. A
-parameter that comes out wrong (used behind its owner's back, rows not in front, no batching rule) is handed to the
-next module above, in the end to the model itself. What is wrong even there mixes units, and is refused by name.
+A plan is proved on a few units: every parameter's gradient is compared with that of a unit by itself. A parameter that
+comes out wrong (used behind its owner's back, rows not in front, no batching rule) is handed to the next module above,
+in the end to the model itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, final
-from weakref import WeakKeyDictionary
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +20,14 @@ from dpvision.grads import layout
 from dpvision.grads.capture import Call, captured
 from dpvision.grads.duties import Duty, Exceptions, duties_of, trainable
 from dpvision.grads.layout import Layout, Layouts
-from dpvision.grads.mixing import LOSS, mixing_place, suspected_place
-from dpvision.grads.probe import evaluation_mode, only_unit, probe_like, repeated, restored, same_draws
+from dpvision.grads.mixing import suspected_place
+from dpvision.grads.probe import evaluation_mode, only_unit, repeated, restored, same_draws
+from dpvision.grads.refusals import not_alone
 from dpvision.grads.shares import Share
-from dpvision.grads.units import LossFunction, row_losses, unit_gradients
+from dpvision.grads.units import LossFunction, row_losses, unit_gradients, with_channels_last
 
-_UNITS = 2
-"""Two units are enough to notice each other; every more would cost memory in a large model."""
+_TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 0.1}
+"""A mistake in the wiring is of order one. In float32, activations that flip at a kink alone make a few percent."""
 
 
 @final
@@ -39,43 +38,11 @@ class Plan:
     exceptions: Exceptions
     layouts: Layouts
     bytes_per_unit: int
+    channels_last: bool
 
-
-_KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, Plan]] = WeakKeyDictionary()
-
-
-def plan_for(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> Plan:
-    """The model's plan, made on first use and again whenever its modules, modes or trainable parameters change.
-
-    Guarantee: raises PrivacyError for a model that mixes units, moves buffers, or whose gradients can't be had.
-    """
-    signature = _signature(model, microbatch)
-    known = _KNOWN.get(model)
-    if known is None or known[0] != signature:
-        plan, proved = _make(model, loss_fn, microbatch)
-        if not proved:
-            # Nothing can be compared while gradients are not finite; such units contribute zero in any case.
-            return plan
-        known = (signature, plan)
-        _KNOWN[model] = known
-    return known[1]
-
-
-def _signature(model: nn.Module, microbatch: Microbatch) -> Any:
-    modules = tuple((name, id(module), module.training) for name, module in model.named_modules())
-    parameters = tuple((name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False))
-    inputs = microbatch.inputs
-    return modules, parameters, inputs.shape[1:], inputs.dtype, inputs.device, microbatch.row_weights_UR.shape[1]
-
-
-def _make(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> tuple[Plan, bool]:
-    probe = _finite_probe(model, loss_fn, microbatch)
-    drew = refuse_movement(model, loss_fn, probe)
-    refuse_mixing(model, loss_fn, probe)
-    found = search(model, loss_fn, probe, evaluate=drew)
-    if found.wrong:
-        raise PrivacyError(wrong_gradients(found.wrong, suspected_place(model, loss_fn, probe)))
-    return found.plan, found.proved
+    def arranged(self, microbatch: Microbatch) -> Microbatch:
+        """The micro-batch in the memory format of the plan."""
+        return with_channels_last(microbatch) if self.channels_last else microbatch
 
 
 @final
@@ -88,104 +55,57 @@ class Found:
     proved: bool
 
 
-def search(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, *, evaluate: bool) -> Found:
+def search(
+    model: nn.Module, loss_fn: LossFunction, probe: Microbatch, *, evaluate: bool, channels_last: bool = True
+) -> Found:
     """Find a plan whose gradients are those of single units; in evaluation mode for a model that draws."""
     units = range(probe.row_weights_UR.shape[0])
     with restored(model), same_draws(probe.inputs.device), evaluation_mode(model, when=evaluate):
         _calls(model, loss_fn, probe, duties_of(model, Exceptions()))
-        try:
-            alone = [gradients_alone(model, loss_fn, only_unit(probe, unit)) for unit in units]
-        except (RuntimeError, ValueError) as error:
-            raise PrivacyError(_not_alone(suspected_place(model, loss_fn, probe), error)) from error
-        plan, wrong = _search(model, loss_fn, probe, alone)
+        alone = [_gradients_alone(model, loss_fn, probe, unit) for unit in units]
+        plan, wrong = _search_formats(model, loss_fn, probe, alone, channels_last=channels_last)
     return Found(plan, wrong, all(math.isfinite(_norm(one)) for one in alone))
 
 
-def _not_alone(place: str | None, error: Exception) -> str:
-    reason = " ".join(str(error).split()).rstrip(".")
-    return (
-        f"{place or 'the model'} can't take one unit by itself, so units depend on each other ({reason}). "
-        "Replace it by a module that treats each row by itself, such as GroupNorm."
-    )
-
-
-def wrong_gradients(names: list[str], place: str | None) -> str:
-    """The message for gradients that are not those of a unit by itself."""
-    cause = f"{place} mixes units" if place else "units mix, or the gradient depends on the size of the batch"
-    return (
-        f"per-unit gradients of {listed(names)} differ from those of a unit by itself: {cause}. "
-        "Replace what mixes by a module that treats each row by itself, such as GroupNorm."
-    )
-
-
-def _finite_probe(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> Microbatch:
-    """Made-up units, unless the model can't digest them: then the first units as they are."""
-    probe = probe_like(microbatch, units=_UNITS)
-    with torch.no_grad(), restored(model), same_draws(microbatch.inputs.device):
-        losses = row_losses(model, loss_fn, probe)
-    return probe if bool(torch.isfinite(losses).all()) else repeated(microbatch, units=_UNITS)
-
-
-def refuse_movement(model: nn.Module, loss_fn: LossFunction, probe: Microbatch) -> bool:
-    """Raise if a forward pass moves buffers or parameters. Returns whether it draws random numbers."""
-    with torch.no_grad(), restored(model) as moved, same_draws(probe.inputs.device):
-        state = torch.get_rng_state()
-        row_losses(model, loss_fn, probe)
-        drew = not torch.equal(state, torch.get_rng_state())
-    if moved:
-        raise PrivacyError(movement(moved))
-    return drew
-
-
-def movement(names: Iterable[str]) -> str:
-    """The message for buffers that a step moves."""
-    return (
-        f"a forward pass moves {listed(names)}: what it stores of the private rows would be released without noise. "
-        "Use GroupNorm instead of BatchNorm, or put the module into evaluation mode."
-    )
-
-
-def refuse_mixing(model: nn.Module, loss_fn: LossFunction, probe: Microbatch) -> None:
-    """Raise if one unit's loss depends on another unit's input."""
-    place = mixing_place(model, loss_fn, probe)
-    if place is not None:
-        raise PrivacyError(mixture(place))
-
-
-def mixture(place: str) -> str:
-    """The message for a place that mixes units."""
-    if place == LOSS:
-        return (
-            "loss_fn mixes units: one unit's loss depends on another unit's row, so clipping bounds nothing. "
-            "Return one loss per row, each from its own row alone."
-        )
-    return (
-        f"{place} mixes units: one unit's output depends on another unit's input, so clipping bounds nothing. "
-        "Replace it by a module that treats each row by itself, such as GroupNorm for BatchNorm."
-    )
-
-
-def gradients_alone(model: nn.Module, loss_fn: LossFunction, unit: Microbatch) -> dict[str, Tensor]:
-    """The gradient of one unit's loss by plain autograd."""
+def _gradients_alone(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, unit: int) -> dict[str, Tensor]:
+    """The gradient of one unit's loss by plain autograd, the unit alone in its batch."""
+    alone = only_unit(probe, unit)
     parameters = trainable(model)
     with torch.enable_grad():
-        losses = row_losses(model, loss_fn, unit)
+        try:
+            losses = row_losses(model, loss_fn, alone)
+        except (RuntimeError, ValueError) as error:
+            raise PrivacyError(not_alone(suspected_place(model, loss_fn, probe), error)) from error
     if not losses.requires_grad:
         return {name: torch.zeros_like(parameter.detach()) for name, parameter in parameters.items()}
-    weights = unit.row_weights_UR.reshape(-1).to(losses.dtype)
+    weights = alone.row_weights_UR.reshape(-1).to(losses.dtype)
     found = torch.autograd.grad(losses, list(parameters.values()), weights, allow_unused=True, materialize_grads=True)
     return dict(zip(parameters, found, strict=True))
 
 
+def _search_formats(
+    model: nn.Module, loss_fn: LossFunction, probe: Microbatch, alone: list[dict[str, Tensor]], *, channels_last: bool
+) -> tuple[Plan, list[str]]:
+    """The faster memory format, unless the model can't take it: some reshape in ways that depend on it."""
+    if channels_last and probe.inputs.dim() == 4 and probe.inputs.device.type == "cpu":
+        try:
+            plan, wrong = _search(model, loss_fn, with_channels_last(probe), alone, channels_last=True)
+        except RuntimeError:
+            plan, wrong = None, []
+        if plan is not None and not wrong:
+            return plan, wrong
+    return _search(model, loss_fn, probe, alone, channels_last=False)
+
+
 def _search(
-    model: nn.Module, loss_fn: LossFunction, probe: Microbatch, alone: list[dict[str, Tensor]]
+    model: nn.Module, loss_fn: LossFunction, probe: Microbatch, alone: list[dict[str, Tensor]], *, channels_last: bool
 ) -> tuple[Plan, list[str]]:
     """Hand parameters upwards until all gradients are right; what is still wrong at the end is named."""
     exceptions = Exceptions()
     while True:
         duties = duties_of(model, exceptions)
         layouts, misfits = _find_layouts(model, loss_fn, probe, duties)
-        plan, wrong = Plan(exceptions, layouts, 0), misfits
+        plan, wrong = Plan(exceptions, layouts, 0, channels_last), misfits
         if not misfits:
             memory, wrong = _try_out(model, loss_fn, probe, plan, alone)
             plan = replace(plan, bytes_per_unit=memory)
@@ -248,7 +168,7 @@ def _try_out(
 def _right(share: Share | None, alone: list[Tensor], sizes: list[float]) -> bool:
     """Whether a share's norms and sums are those of single units, up to rounding and flips at kinks."""
     units = len(alone)
-    tolerance = min(0.3, 30 * torch.finfo(alone[0].dtype).eps ** 0.5)
+    tolerance = _TOLERANCE.get(alone[0].dtype, 0.3)
     norms = [0.0] * units if share is None else share.norms_sq().sqrt().tolist()
     for unit, (gradient, size) in enumerate(zip(alone, sizes, strict=True)):
         if not math.isfinite(size):
@@ -294,9 +214,3 @@ def _above(names: list[str]) -> str | None:
             break
         shared.append(parts[0])
     return ".".join(shared)
-
-
-def listed(names: Iterable[str]) -> str:
-    """Some names for a message: all of them if few."""
-    names = list(names)
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -17,9 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dpvision.checks import ArgumentError, PrivacyError
 from dpvision.flow import Microbatch
 from dpvision.grads.duties import duties_of, label_of, trainable
-from dpvision.grads.mixing import LOSS, mixing_place
-from dpvision.grads.plan import listed, search
+from dpvision.grads.mixing import mixing_place
+from dpvision.grads.plan import search
 from dpvision.grads.probe import repeated, restored, same_draws
+from dpvision.grads.refusals import LOSS, listed
 from dpvision.grads.units import LossFunction, row_losses, unit_gradients
 
 _MOST_UNITS = 4

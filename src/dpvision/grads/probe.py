@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,9 @@ def same_draws(device: torch.device) -> Iterator[None]:
     """Random numbers that repeat from block to block; outside, the generators are where they were."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
+        if devices:
+            torch.cuda.manual_seed(0)
         yield
 
 
@@ -88,15 +91,17 @@ def evaluation_mode(model: nn.Module, *, when: bool = True) -> Iterator[None]:
 @contextmanager
 def same_attributes(model: nn.Module) -> Iterator[None]:
     """Undo what a forward pass writes into its modules, such as a kept activation or a replaced buffer."""
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (vars(module), module._buffers, module._parameters)
+        before += [(table, dict(table)) for table in tables]
     try:
         yield
     finally:
-        for module, attributes, buffers in before:
-            for now, then in ((vars(module), attributes), (module._buffers, buffers)):
-                for name in now.keys() - then.keys():
-                    del now[name]
-                now.update(then)
+        for table, then in before:
+            for name in table.keys() - then.keys():
+                del table[name]
+            table.update(then)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from dpvision.flow import ClippedSum
+from dpvision.grads.duties import places
 from dpvision.grads.units import LossFunction
 
 
@@ -21,11 +22,14 @@ def clipped_sum_by_func(
 ) -> ClippedSum:
     """The same number as ``clipped_sum``; all per-unit gradients are in memory at once."""
     values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    by_parameter = {parameter: name for name, parameter in model.named_parameters()}
+    names = {place: by_parameter[p] for place, p in places(model) if p.requires_grad}
     if not inputs.shape[0]:
         return ClippedSum({name: torch.zeros_like(value) for name, value in values.items()}, clip_norm)
 
     def unit_loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return loss_fn(functional_call(model, parameters, (x,)), y).mean()
+        everywhere = {place: parameters[name] for place, name in names.items()}
+        return loss_fn(functional_call(model, everywhere, (x,), tie_weights=False), y).mean()
 
     by_unit = (x.unflatten(0, (-1, rows_per_unit)) for x in (inputs, targets))
     gradients = vmap(grad(unit_loss), in_dims=(None, 0, 0))(values, *by_unit)

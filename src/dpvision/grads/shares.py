@@ -11,7 +11,6 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-
 _RUN: Final = 512
 
 
@@ -89,8 +88,8 @@ def sum_of_squares(x: Tensor) -> Tensor:
 def gram_norms_sq(a_UTI: Tensor, g_UTO: Tensor) -> Tensor:
     """Squared norms of ``Σ_t a_t g_tᵀ`` without forming the product: ``Σ_tt' (a_t·a_t')(g_t·g_t')``.
 
-    The sum can cancel, so what rounding may have hidden is added: its terms err at random by a few units in the last
-    place of ‖a_t‖‖a_t'‖‖g_t‖‖g_t'‖, which adds up to that much of ``Σ_t ‖a_t‖²‖g_t‖²``; sixteen is ten times its spread.
+    The sum can cancel, so what rounding may have hidden is added: its terms err at random by about a unit in the last
+    place of ‖a_t‖‖a_t'‖‖g_t‖‖g_t'‖, which adds up to that much of ``Σ_t ‖a_t‖²‖g_t‖²``. Sixteen is far beyond chance.
     """
     if a_UTI.shape[1] == 1:
         return sum_of_squares(a_UTI) * sum_of_squares(g_UTO)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -57,9 +57,10 @@ def _watched_step(
     """One forward and one backward pass, with every call of a module with a duty recorded."""
     with torch.enable_grad(), captured(duties) as calls:
         losses = row_losses(model, loss_fn, microbatch)
-        for call in calls:
-            call.check_untouched()
-        backpropagate(calls, losses, microbatch.row_weights_UR.reshape(-1).to(losses.dtype))
+    for call in calls:
+        call.check_untouched()
+    # Without hooks: a model that recomputes activations on the way back calls its modules again.
+    backpropagate(calls, losses, microbatch.row_weights_UR.reshape(-1).to(losses.dtype))
     return calls
 
 
@@ -85,6 +86,16 @@ def _bytes(call: Call) -> int:
     """What a call's inputs and output gradients take."""
     tensors = [*(tensor for tensor, _ in call.versions), *call.gradients]
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def with_channels_last(microbatch: Microbatch) -> Microbatch:
+    """The same pictures, each position's channels together in memory; anything but pictures stays as it is."""
+    x = microbatch.inputs
+    if x.dim() != 4 or not x.is_floating_point():
+        return microbatch
+    _, channels, height, width = x.shape
+    laid_out = x.new_empty_strided(x.shape, (height * width * channels, 1, width * channels, channels))
+    return replace(microbatch, inputs=laid_out.copy_(x))
 
 
 def _places(calls: list[Call], layouts: Layouts) -> list[Layout]:

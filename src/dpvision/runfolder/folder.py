@@ -67,12 +67,20 @@ class RunFolder:
         with disk_errors(f"make the run folder {path}"):
             if path.is_dir() and any(path.iterdir()):
                 raise ArgumentError(f"{path} must be a new or an empty folder. Choose another one, or resume that run.")
-            folder.release.mkdir(parents=True, exist_ok=True)
-            folder.private.mkdir(mode=0o700, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
+            folder._claim()
+            folder.release.mkdir(exist_ok=True)
             folder.checkpoints.mkdir(mode=0o700, exist_ok=True)
             sync_folder(path)
         folder.lock()
         return folder
+
+    def _claim(self) -> None:
+        """Make ``private/``: of several processes that try to begin a run here, one succeeds."""
+        try:
+            self.private.mkdir(mode=0o700)
+        except FileExistsError as error:
+            raise ArgumentError(f"another run has just begun in {self.root}. Choose another folder.") from error
 
     @staticmethod
     def open(path: Path) -> RunFolder:
@@ -159,6 +167,14 @@ class RunFolder:
     def write_config(self, text: str) -> None:
         """Keep the configuration, public from the start."""
         self._write(self.release / CONFIG, text.encode())
+
+    def write_whole_config(self, text: str) -> None:
+        """Keep the configuration as it was run, for resuming."""
+        self._write(self.private / CONFIG, text.encode(), mode=0o600)
+
+    def read_whole_config(self) -> str:
+        """The configuration as it was run, paths included."""
+        return read_file(self.private / CONFIG).decode(errors="replace")
 
     def read_config(self) -> str:
         """The configuration as it was written."""

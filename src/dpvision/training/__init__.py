@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dpvision.config import RunConfig
 from dpvision.training.interrupt import stop_on_signals
-from dpvision.training.loop import evaluate_now, run_steps
+from dpvision.training.loop import measure, run_steps
 from dpvision.training.release import RunResult, write_release
 from dpvision.training.released import Released, load_released
 from dpvision.training.session import Session, required
@@ -62,10 +62,9 @@ def resume(
 def _go_on(session: Session, watcher: Watcher) -> RunResult:
     with stop_on_signals() as stop:
         try:
-            finished = run_steps(session, watcher, stop)
-            if session.final is None or session.curve[-1]["step"] != session.step:
-                evaluate_now(session, watcher)
+            outcome = run_steps(session, watcher, stop)
+            session.final = measure(session)
             session.save_checkpoint()
-            return write_release(session, finished=finished)
+            return write_release(session, outcome=outcome)
         finally:
             watcher.finished()

@@ -15,9 +15,10 @@ from dpvision.noise import generator_fingerprint
 Binding = dict[str, str]
 
 
-def current_binding(*, run_id: str, config_digest: str, data_fingerprint: str, device: str) -> Binding:
-    """Every fact on which the bits of a released gradient depend."""
+def current_binding(*, run_id: str, config_digest: str, data_fingerprint: str, device: str, **more: str) -> Binding:
+    """Every fact on which the bits of a released gradient depend; ``more`` are facts of the run itself."""
     return {
+        **more,
         "run": run_id,
         "config": config_digest,
         "data": data_fingerprint,

@@ -26,6 +26,11 @@ class Budget:
         self._ledger = ledger
 
     @property
+    def planned(self) -> int:
+        """Steps that were planned when the ledger was opened; no later wish raises them."""
+        return min(self._mechanism.steps, self._ledger.header["steps"])
+
+    @property
     def spent(self) -> int:
         """Training steps charged so far, over all forks."""
         return sum(count for event, count in self._ledger.charges() if event.purpose == "training step")
@@ -34,9 +39,9 @@ class Budget:
         """Write the step's cost to disk, or refuse the step."""
         if event != self._mechanism.step_event:
             raise PrivacyError(f"a step of this run costs {self._mechanism.step_event}, not {event}.")
-        if not self._ledger.has_charge(step=step, fork=fork) and self.spent >= self._mechanism.steps:
+        if not self._ledger.has_charge(step=step, fork=fork) and self.spent >= self.planned:
             raise BudgetSpent(
-                f"the budget is spent: {self.spent} of {self._mechanism.steps} planned steps are charged. "
+                f"the budget is spent: {self.spent} of {self.planned} planned steps are charged. "
                 "A new run with a larger target epsilon composes with this one."
             )
         self._ledger.charge(event, step=step, fork=fork)

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from dpvision.config import RunConfig
 from dpvision.training.prepare import Pictures
 
-NOT_COVERED = (
-    "The choice of hyper-parameters, architecture and clip norm, and any earlier run on the same data: each further "
-    "run composes with this one.",
-)
-
-
 def declarations(config: RunConfig, pictures: Pictures) -> list[tuple[str, str]]:
     """Pairs of (what, how) for everything that is declared instead of charged."""
-    found = [
-        ("num_units, class names and picture shape", "declared public by whoever configured the run"),
-        ("test split", test_split(config, pictures)),
-    ]
+    found = [("privacy units", units_come_from(config)), ("test split", test_split(config, pictures))]
     if config.data.normalisation == "published":
         found.append(("normalisation constants", f"published for {config.data.source}"))
     elif config.data.normalisation in {"fixed", "none"}:
@@ -24,6 +17,25 @@ def declarations(config: RunConfig, pictures: Pictures) -> list[tuple[str, str]]
     if config.schedule.kind == "plateau":
         found.append(("learning-rate schedule", "follows the loss on the test split, which is declared public"))
     return found
+
+
+def not_covered(pictures: Pictures) -> tuple[str, ...]:
+    """What this run leaves unprotected besides what every run does."""
+    if pictures.held_out:
+        return ("The units held out for testing: accuracy on them is published without noise.",)
+    return ()
+
+
+def units_come_from(config: RunConfig) -> str:
+    """Who said which rows belong together."""
+    data = config.data
+    if data.unit_csv is not None:
+        return f"a CSV of file and unit{f', column {data.unit_column}' if data.unit_column else ''}"
+    if data.unit_column is not None:
+        return f"the column {data.unit_column}"
+    if data.unit_folder_level is not None:
+        return f"folder level {data.unit_folder_level}"
+    return "each picture is a unit of its own"
 
 
 def test_split(config: RunConfig, pictures: Pictures) -> str:
@@ -34,4 +46,4 @@ def test_split(config: RunConfig, pictures: Pictures) -> str:
             f"{share:.0%} of the units, held out of training by a keyed draw and declared public: this run's epsilon "
             "does not protect them"
         )
-    return f"{config.data.test or config.data.source}, declared public"
+    return f"{Path(config.data.test or config.data.source).name}, declared public"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
 from dpvision.checks import DPVisionError
-from dpvision.evaluate import evaluate
+from dpvision.evaluate import Metrics, evaluate
 from dpvision.flow import OrdinaryGrad, charge_for
 from dpvision.grads import clipped_sum_of_batch, ordinary_gradient
 from dpvision.noise import privatize
@@ -21,8 +24,11 @@ class Diverged(DPVisionError):
     """The weights are no longer finite."""
 
 
-def run_steps(session: Session, watcher: Watcher, stop: StopRequest) -> bool:
-    """Take steps until the plan is done, the budget is spent or somebody asks to stop. True when the plan is done."""
+Outcome = Literal["finished", "budget_spent", "stopped"]
+
+
+def run_steps(session: Session, watcher: Watcher, stop: StopRequest) -> Outcome:
+    """Take steps until the plan is done, the budget is spent or somebody asks to stop."""
     due = evaluation_points(session)
     bound = spent_at_most(session, due)
     while session.step < session.total_steps and not stop.requested:
@@ -31,7 +37,7 @@ def run_steps(session: Session, watcher: Watcher, stop: StopRequest) -> bool:
             take_step(session)
         except BudgetSpent as spent:
             watcher.said(str(spent))
-            break
+            return "budget_spent"
         session.seconds += time.perf_counter() - started
         watcher.stepped(done=session.step, epsilon_bound=bound)
         if session.step in due:
@@ -39,11 +45,26 @@ def run_steps(session: Session, watcher: Watcher, stop: StopRequest) -> bool:
             bound = spent_at_most(session, due)
         if session.step % session.config.checkpoint_every == 0 or session.step == session.total_steps:
             session.save_checkpoint()
-    return session.step == session.total_steps
+    return "finished" if session.step == session.total_steps else "stopped"
+
+
+@contextmanager
+def keyed_randomness(session: Session) -> Iterator[None]:
+    """Random layers draw from a stream of their own step, so that a replayed step draws the same."""
+    devices = [] if session.device == "cpu" else [session.device]
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(session.keys.seed("views", session.step))
+        yield
 
 
 def take_step(session: Session) -> None:
     """One step. The ledger is on disk before the noisy gradient exists."""
+    with keyed_randomness(session):
+        _take_step(session)
+    session.step += 1
+
+
+def _take_step(session: Session) -> None:
     batch = session.draws.batch(session.step)
     performance = session.config.performance
     if session.budget is None:
@@ -62,7 +83,6 @@ def take_step(session: Session) -> None:
         )
         session.budget.charge(charge_for(batch.sampling, mechanism), step=session.step, fork=session.fork)
         session.optimizer.step(privatize(clipped, mechanism, session.keys, step=session.step))
-    session.step += 1
 
 
 def evaluation_points(session: Session) -> list[int]:
@@ -79,16 +99,21 @@ def spent_at_most(session: Session, due: list[int]) -> float | None:
     return session.meter.spent(coming + session.recharged_steps).epsilon
 
 
-def evaluate_now(session: Session, watcher: Watcher) -> None:
-    """Add a point to the curve, on the public test split."""
+def measure(session: Session) -> Metrics:
+    """The figures of the present weights on the public test split."""
     require_finite(session)
-    metrics = evaluate(
+    return evaluate(
         session.model,
         session.pictures.test,
         session.normalisation,
         parameters=session.optimizer.averaged_parameters(),
         device=session.device,
     )
+
+
+def evaluate_now(session: Session, watcher: Watcher) -> None:
+    """Add a point to the curve, on the public test split."""
+    metrics = measure(session)
     spent = None if session.meter is None else session.meter.spent(session.step + session.recharged_steps).epsilon
     point = {
         "step": session.step,
@@ -98,7 +123,6 @@ def evaluate_now(session: Session, watcher: Watcher) -> None:
         "loss": metrics.loss,
     }
     session.curve.append(point)
-    session.final = metrics
     session.optimizer.report_public_metric(metrics.loss)
     watcher.evaluated(point)
 

@@ -79,6 +79,9 @@ def load_pictures(data: DataConfig, keys: Keys) -> Pictures:
 
 def prepare(config: RunConfig, keys: Keys) -> Prepared:
     """Load the pictures, fill what is open and calibrate the noise. Nothing is spent yet."""
+    if config.data.mean is not None or config.data.std is not None:
+        raise ArgumentError("mean and std are written by the run itself: choose normalisation instead.")
+    config = name_units(config)
     choices: list[Choice] = []
     by_name = config.data.source in known_sources()
     if config.data.image_size is None and not by_name and Path(config.data.source).is_dir():
@@ -109,11 +112,29 @@ def notes(config: RunConfig, pictures: Pictures) -> tuple[str, ...]:
         share = f"{config.data.holdout_fraction:.0%}"
         found.append(f"no test set was named: {share} of the units are held out for testing, and not protected.")
     if config.privacy.enabled:
+        shared = set(pictures.train.names_of_units) & set(pictures.test.names_of_units)
+        if shared and pictures.train.owners is not None and not pictures.held_out:
+            found.append(f"{len(shared)} owners of training pictures are in the public test set too: not protected.")
         mismatch = mismatch_note(pictures.train, config.mechanism)
         found += [] if mismatch is None else [mismatch]
     else:
         found.append("training WITHOUT privacy: this run has no guarantee.")
     return tuple(found)
+
+
+def name_units(config: RunConfig) -> RunConfig:
+    """What a unit is called. A word for a person needs ids of persons: a word alone protects nobody."""
+    data, given = config.data, config.privacy.privacy_unit
+    grouped = any(value is not None for value in (data.unit_column, data.unit_csv, data.unit_folder_level))
+    if given not in {None, "example"} and not grouped:
+        raise ArgumentError(
+            f"privacy_unit must be example where each picture is a unit of its own, got {given!r}. "
+            "Say who owns which picture: unit_column, unit_csv or unit_folder_level."
+        )
+    if given == "example" and grouped:
+        raise ArgumentError("privacy_unit must name what owns several pictures (patient, user …), got 'example'.")
+    privacy = config.privacy.model_copy(update={"privacy_unit": given or ("owner" if grouped else "example")})
+    return config.model_copy(update={"privacy": privacy})
 
 
 def name_normalisation(config: RunConfig, pictures: Pictures) -> RunConfig:
@@ -167,7 +188,10 @@ def calibrate(config: RunConfig) -> RunConfig:
         )
         privacy = privacy.model_copy(update={"noise_multiplier": noise})
         config = config.model_copy(update={"privacy": privacy})
-    planned = mechanism_guarantee(config.mechanism, delta=privacy.delta, extra=extra_charges(config))
+    extra = extra_charges(config)
+    planned = mechanism_guarantee(config.mechanism, delta=privacy.delta, extra=extra)
+    # The certificate gives both accountants' figures: what one of them refuses must be refused before it is spent.
+    mechanism_guarantee(config.mechanism, delta=privacy.delta, extra=extra, accountant="rdp")
     if privacy.target_epsilon is not None and planned.epsilon > privacy.target_epsilon:
         raise ArgumentError(
             f"the plan would spend epsilon {planned.epsilon:.4g}, more than target_epsilon={privacy.target_epsilon:g}. "

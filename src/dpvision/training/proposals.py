@@ -48,9 +48,9 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
         shown = f"{value:g}" if isinstance(value, float) else str(value)
         choices.append(Choice(setting, shown, reason))
 
-    num_units = privacy.num_units or facts.num_units
+    num_units = privacy.num_units or two_digits(facts.num_units)
     if privacy.num_units is None:
-        choose("num_units", num_units, "units found in the training data; from here on a declared public constant")
+        choose("num_units", num_units, "read off the data, rounded to two digits; public from here on")
     if privacy.delta is None and privacy.enabled:
         choose("delta", propose_delta(num_units), "a power of ten clearly below 1 / num_units")
     model = config.model or propose_model(num_units, facts)
@@ -83,6 +83,12 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
         }
     )
     return filled, tuple(choices)
+
+
+def two_digits(count: int) -> int:
+    """``count`` rounded to two digits, so that one unit more or less rarely shows."""
+    power = 10 ** max(0, len(str(count)) - 2)
+    return max(1, round(count / power) * power)
 
 
 def propose_model(num_units: int, facts: Facts) -> ModelConfig:

@@ -10,21 +10,24 @@ from typing import Any, final
 
 from torch import Tensor
 
-from dpvision.certificate import ReleaseFacts, build_certificate
+from dpvision.certificate import Disclosures, ReleaseFacts, build_certificate
 from dpvision.ledger import read_ledger
 from dpvision.runfolder import sha256_hex, weights_bytes
+from dpvision.training.declare import not_covered
+from dpvision.training.loop import Outcome
 from dpvision.training.session import Session
 
 
 @final
 @dataclass(frozen=True)
 class RunResult:
-    """A finished or interrupted run."""
+    """A run that came to its end or was stopped."""
 
     run: Path
-    finished: bool
+    outcome: Outcome
     certificate: dict[str, Any]
     metrics: dict[str, Any]
+    train_seconds: float
 
     def figures(self) -> dict[str, Any]:
         """The figures that people ask for first."""
@@ -39,19 +42,19 @@ class RunResult:
             "steps": self.certificate["steps_taken"],
             "privacy_unit": self.certificate["privacy_unit"],
             "for_release": self.certificate["for_release"],
-            "train_seconds": self.metrics["train_seconds"],
-            "finished": self.finished,
+            "train_seconds": round(self.train_seconds, 3),
+            "outcome": self.outcome,
         }
 
 
-def write_release(session: Session, *, finished: bool) -> RunResult:
+def write_release(session: Session, *, outcome: Outcome) -> RunResult:
     """Write the release folder.
 
     Guarantee: refused if a parameter moved by any other way than the private step path.
     """
     session.optimizer.check_untouched()
     weights = weights_bytes(released_weights(session))
-    config = session.config.to_json()
+    config = session.config.public().to_json()
     certificate = build_certificate(
         ledger=read_ledger(session.folder.ledger_path),
         mechanism=session.config.mechanism if session.config.privacy.enabled else None,
@@ -62,10 +65,13 @@ def write_release(session: Session, *, finished: bool) -> RunResult:
             data=public_description(session),
             software=software(),
         ),
+        disclosures=Disclosures(not_covered=not_covered(session.pictures)),
     )
     metrics = metrics_of(session)
     session.folder.write_release(weights=weights, certificate=certificate, metrics=metrics, config=config)
-    return RunResult(session.folder.root, finished, certificate, metrics)
+    # How long the draws took depends on their sizes, which are private: not part of the release.
+    session.folder.write_unsafe("timing", {"train_seconds": session.seconds})
+    return RunResult(session.folder.root, outcome, certificate, metrics, session.seconds)
 
 
 def public_description(session: Session) -> dict[str, Any]:
@@ -102,5 +108,4 @@ def metrics_of(session: Session) -> dict[str, Any]:
             "evaluated_on": f"{session.pictures.test.name}, declared public",
             "weights": "averaged" if averaged else "raw",
         },
-        "train_seconds": round(session.seconds, 3),
     }

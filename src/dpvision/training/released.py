@@ -9,11 +9,11 @@ from typing import Any, final
 from torch import nn
 
 from dpvision import models
-from dpvision.checks import TamperError
+from dpvision.checks import DataError, TamperError
 from dpvision.config import RunConfig, parse_config
-from dpvision.data import ImageStore, Normalisation, load_one
+from dpvision.data import ImageStore, LoadOptions, Normalisation, load_one
 from dpvision.runfolder import CERTIFICATE, RunFolder, parse_object, read_file
-from dpvision.training.prepare import load_options, load_pictures
+from dpvision.training.prepare import load_pictures
 from dpvision.training.session import required
 from dpvision.training.start import holdout_keys, normalisation_of
 
@@ -61,10 +61,16 @@ def load_released(run: Path) -> Released:
 
 def test_pictures(run: Path, released: Released, *, test: str | None, data_dir: Path | None) -> ImageStore:
     """Public pictures to measure a released model on: named ones, or the run's own test split."""
-    data = released.config.data
-    if data_dir is not None:
-        data = data.model_copy(update={"data_dir": str(data_dir)})
     if test is not None:
-        return load_one(test, load_options(data), class_names=released.class_names)
-    stored = RunFolder.open(run).load_key()
-    return load_pictures(data, holdout_keys(stored.keys, stored.run_id)).test
+        height, width = released.image_shape[1:]
+        options = LoadOptions(data_dir=data_dir, image_size=(height, width), channels=released.image_shape[0])
+        return load_one(test, options, class_names=released.class_names)
+    folder = RunFolder.open(run)
+    stored = folder.load_key()
+    whole = parse_config(folder.read_whole_config()).data
+    if data_dir is not None:
+        whole = whole.model_copy(update={"data_dir": str(data_dir)})
+    store = load_pictures(whole, holdout_keys(stored.keys, stored.run_id)).test
+    if store.fingerprint() != stored.bindings[-1].get("test"):
+        raise DataError("the run's test split is not what it was: the data changed. Name pictures with --test.")
+    return store

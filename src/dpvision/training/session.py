@@ -154,11 +154,11 @@ def made_up_rows(image_shape: tuple[int, int, int], num_classes: int, device: st
     return inputs, torch.randint(num_classes, (PREFLIGHT_ROWS,), generator=generator).to(device)
 
 
-def preflight(model: nn.Module, pictures: Pictures, device: str) -> None:
-    """Try the model on made-up pictures: units must not mix, and every gradient must be right."""
+def preflight(model: nn.Module, pictures: Pictures, device: str) -> list[Finding]:
+    """Try the model on made-up pictures: units must not mix, and every gradient must be right. What is worth knowing."""
     inputs, targets = made_up_rows(pictures.train.image_shape, pictures.train.num_classes, device)
     with fitting_shape(pictures.train.image_shape):
-        require_private_ready(model, classification_loss, inputs, targets)
+        return require_private_ready(model, classification_loss, inputs, targets)
 
 
 def inspect_model(model: nn.Module, *, image_shape: tuple[int, int, int], num_classes: int) -> list[Finding]:

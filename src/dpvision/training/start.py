@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ from dpvision.checks import DPVisionError, PrivacyError
 from dpvision.config import RunConfig, parse_config
 from dpvision.data import Normalisation, released_normalisation
 from dpvision.keys import Keys
-from dpvision.ledger import Ledger, read_ledger
+from dpvision.ledger import Ledger, charges_of, read_ledger
 from dpvision.noise import standard_normals
-from dpvision.runfolder import Checkpoint, RunFolder
+from dpvision.runfolder import Checkpoint, RunFolder, StoredKey
 from dpvision.training.binding import Binding, bound_keys, current_binding, differences
 from dpvision.training.declare import declarations
 from dpvision.training.prepare import (
@@ -37,16 +38,21 @@ def begin(config: RunConfig, path: Path, *, seed: int | None, device: str) -> tu
     bound = bound_keys(keys, binding, fork=0)
     model = make_model(config, pictures, bound, device)
     if config.privacy.enabled:
-        preflight(model, pictures, device)
+        findings = preflight(model, pictures, device)
+        prepared = replace(prepared, notes=(*prepared.notes, *map(str, findings)))
     folder = RunFolder.create(path)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
-    ledger = Ledger.create(folder.ledger_path, ledger_header(config, run_id))
+    ledger = Ledger.create(folder.ledger_path, ledger_header(config, run_id, hand_seeded=keys.hand_seeded))
     for what, how in declarations(config, pictures):
         ledger.note("declare", {"what": what, "how": how})
     normalisation = normalise(config, pictures, bound, ledger)
     config = config.with_normalisation(normalisation.mean, normalisation.std)
-    folder.write_config(config.to_json())
-    place = Place(folder, ledger, bound, 0, device)
+    folder.write_whole_config(config.to_json())
+    folder.write_config(config.public().to_json())
+    # From here on the key is bound to the constants for the pixels too: they were not known before.
+    binding = binding_of(config, pictures, run_id=run_id, device=device)
+    folder.save_key(keys, run_id=run_id, bindings=[binding])
+    place = Place(folder, ledger, bound_keys(keys, binding, fork=0), 0, device)
     session = assemble(config, pictures, place=place, model=model, normalisation=normalisation)
     session.save_checkpoint()
     return session, prepared
@@ -58,16 +64,19 @@ def come_back(path: Path, *, allow_fork: bool, device: str) -> tuple[Session, li
     folder.lock()
     checkpoint = folder.latest_checkpoint()
     if checkpoint is None:
-        raise DPVisionError(f"{path} stopped before its first checkpoint: nothing was spent. Start it anew elsewhere.")
-    config = parse_config(folder.read_config())
+        raise DPVisionError(f"{path} stopped before its first checkpoint: start it anew elsewhere. {spent_so_far(folder)}")
+    config = parse_config(folder.read_whole_config())
     stored = folder.load_key()
     pictures = load_pictures(config.data, holdout_keys(stored.keys, stored.run_id))
     ledger = folder.open_ledger()
+    require_same_plan(config, ledger, stored)
     binding = binding_of(config, pictures, run_id=stored.run_id, device=device)
     notes = list(checkpoint.warnings)
     changed = differences(stored.bindings[-1], binding)
     if went_back_before_fork(folder, checkpoint):
         changed = [*changed, "checkpoint"]
+    if device != "cpu":
+        changed = [*changed, "device"]  # sums on other devices may differ from run to run in their last bits
     bindings = stored.bindings
     if changed:
         require_permission(changed, allow_fork=allow_fork)
@@ -96,19 +105,49 @@ def binding_of(config: RunConfig, pictures: Pictures, *, run_id: str, device: st
         config_digest=config.digest(),
         data_fingerprint=pictures.train.fingerprint(),
         device=device,
+        test=pictures.test.fingerprint(),
+        pixels=f"{config.data.mean} {config.data.std}",
     )
 
 
-def ledger_header(config: RunConfig, run_id: str) -> dict[str, Any]:
-    """The public facts under which everything is charged."""
+def ledger_header(config: RunConfig, run_id: str, *, hand_seeded: bool) -> dict[str, Any]:
+    """The public facts under which everything is charged: the whole plan, so that no later file can change it."""
     privacy = config.privacy
     return {
         "run_id": run_id,
-        "privacy_unit": privacy.privacy_unit,
+        "privacy_unit": required(privacy.privacy_unit, "privacy_unit"),
         "adjacency": privacy.adjacency,
         "num_units": required(privacy.num_units, "num_units"),
         "delta": privacy.delta if privacy.enabled else None,
+        "expected_batch_size": config.plan.expected_batch_size,
+        "clip_norm": privacy.clip_norm if privacy.enabled else None,
+        "noise_multiplier": privacy.noise_multiplier if privacy.enabled else None,
+        "steps": config.plan.steps,
+        "target_epsilon": privacy.target_epsilon,
+        "hand_seeded": hand_seeded,
     }
+
+
+def require_same_plan(config: RunConfig, ledger: Ledger, stored: StoredKey) -> None:
+    """Refuse to go on under another mechanism, delta, target or key than the ledger was opened for."""
+    now = ledger_header(config, stored.run_id, hand_seeded=stored.keys.hand_seeded)
+    changed = sorted(name for name in now if now[name] != ledger.header.get(name))
+    if changed:
+        raise PrivacyError(
+            f"the plan of this run changed since it began ({', '.join(changed)}): a run keeps its mechanism, its target "
+            "and its key. Put the old state back, or begin a new run, which composes with this one."
+        )
+
+
+def spent_so_far(folder: RunFolder) -> str:
+    """What a run that never came to its first checkpoint has spent."""
+    if not folder.ledger_path.exists():
+        return "Nothing was spent."
+    charges = charges_of(read_ledger(folder.ledger_path))
+    if not charges:
+        return "Nothing was spent."
+    parts = ", ".join(f"{count} × {event.purpose} (noise {event.noise_multiplier:g})" for event, count in charges)
+    return f"It did spend {parts}: that composes with whatever comes next."
 
 
 def normalise(config: RunConfig, pictures: Pictures, keys: Keys, ledger: Ledger) -> Normalisation:
@@ -139,7 +178,7 @@ def normalisation_of(config: RunConfig) -> Normalisation:
 
 def require_permission(changed: list[str], *, allow_fork: bool) -> None:
     """Changed data or settings need the user's word; another number of threads does not."""
-    grave = [name for name in changed if name in {"run", "config", "data"}]
+    grave = [name for name in changed if name in {"run", "config", "data", "pixels", "test"}]
     if grave and not allow_fork:
         raise PrivacyError(
             f"the {' and '.join(grave)} of this run changed since it stopped: going on needs other noise, and repeated "

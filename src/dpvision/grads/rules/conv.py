@@ -47,32 +47,38 @@ class Correlation:
         return tuple((t - 1) * s + d * (k - 1) + 1 for t, k, s, d in each)
 
     def windows(self, x_NCS: Tensor, positions: Sizes, units: int) -> Tensor:
-        """The input under the kernel at every position, as (units × groups, T, D)."""
+        """The input under the kernel at every position, as (units × groups, T, D), D in the order of ``order``."""
         rows, channels = x_NCS.shape[:2]
         steps = x_NCS.stride()
         along_kernel = tuple(s * d for s, d in zip(steps[2:], self.dilation, strict=True))
         along_space = tuple(s * d for s, d in zip(steps[2:], self.stride, strict=True))
-        shape = (units, rows // units, self.groups, channels // self.groups, *self.kernel, *positions)
-        strides = (
-            steps[0] * (rows // units),
-            steps[0],
-            steps[1] * (channels // self.groups),
-            steps[1],
-            *along_kernel,
-            *along_space,
-        )
-        view = x_NCS.as_strided(shape, strides)
+        in_group = channels // self.groups
+        shape = (units, rows // units, self.groups, in_group, *self.kernel, *positions)
+        across = (steps[0] * (rows // units), steps[0], steps[1] * in_group, steps[1])
+        view = x_NCS.as_strided(shape, (*across, *along_kernel, *along_space))
         dims = len(self.kernel)
-        window = (3, *range(4, 4 + dims))
-        space = tuple(range(4 + dims, 4 + 2 * dims))
-        depth = self._depth(channels)
-        return view.permute(0, 2, *window, 1, *space).reshape(units * self.groups, depth, -1).mT
+        kernel, space = range(4, 4 + dims), range(4 + dims, 4 + 2 * dims)
+        depth = self.weight[0].numel()
+        # The copy runs along whatever lies together in memory: channels, or positions.
+        if channels_inside(x_NCS):
+            return view.permute(0, 2, 1, *space, *kernel, 3).reshape(units * self.groups, -1, depth)
+        return view.permute(0, 2, 3, *kernel, 1, *space).reshape(units * self.groups, depth, -1).mT
 
-    def _depth(self, channels: int) -> int:
-        depth = channels // self.groups
-        for size in self.kernel:
-            depth *= size
-        return depth
+    def to_order(self, weight: Tensor, *, channels_inside: bool) -> Tensor:
+        """A weight as (O, D), D in the order of the windows."""
+        return (weight.movedim(1, -1) if channels_inside else weight).flatten(1)
+
+    def from_order(self, x: Tensor, *, channels_inside: bool) -> Tensor:
+        """The inverse of ``to_order``, for (…, O, D)."""
+        in_group = self.weight.shape[1]
+        if channels_inside:
+            return x.unflatten(-1, (*self.kernel, in_group)).movedim(-1, -1 - len(self.kernel))
+        return x.unflatten(-1, (in_group, *self.kernel))
+
+
+def channels_inside(x_NCS: Tensor) -> bool:
+    """Whether a position's channels lie together in memory."""
+    return x_NCS.shape[1] > 1 and x_NCS.stride(1) == 1
 
 
 @final
@@ -84,14 +90,16 @@ class Correlated(Share):
         self._dy = dy_NOS
         self._geometry = geometry
         self._units = units
-        self._formed: Tensor | None = None
+        self._formed_UOD: Tensor | None = None
 
     @property
     def held_bytes(self) -> int:
-        return 0 if self._formed is None else self._formed.nbytes
+        return 0 if self._formed_UOD is None else self._formed_UOD.nbytes
 
-    def norms_sq(self) -> Tensor:
-        return self._gram_norms() if self.by_ghost else sum_of_squares(self.per_unit())
+    @property
+    def channels_inside(self) -> bool:
+        """The order of ``formed``."""
+        return channels_inside(self._x)
 
     @property
     def by_ghost(self) -> bool:
@@ -99,10 +107,14 @@ class Correlated(Share):
         positions = self._dy[0, 0].numel() * (self._dy.shape[0] // self._units)
         return ghost_pays(positions=positions, entries=self._geometry.weight.numel())
 
+    def norms_sq(self) -> Tensor:
+        return self._gram_norms() if self.by_ghost else sum_of_squares(self.formed())
+
     def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
-        if self._formed is not None:
-            return Kept(self._formed).weighted_sum(factor_U, dead_U)
         geometry = self._geometry
+        if self._formed_UOD is not None:
+            total_OD = Kept(self._formed_UOD).weighted_sum(factor_U, dead_U)
+            return geometry.from_order(total_OD, channels_inside=self.channels_inside)
         dims = len(geometry.kernel)
         _, gradient, _ = torch.ops.aten.convolution_backward(
             scale_by_unit(without_dead(self._dy, dead_U), factor_U),
@@ -120,32 +132,37 @@ class Correlated(Share):
         return gradient
 
     def per_unit(self) -> Tensor:
-        if self._formed is None:
+        return self._geometry.from_order(self.formed(), channels_inside=self.channels_inside)
+
+    def formed(self) -> Tensor:
+        """The gradients as (U, O, D), D in the order of the windows."""
+        if self._formed_UOD is None:
             weight = self._geometry.weight
-            formed = self._x.new_empty(self._units, *weight.shape)
+            formed = self._x.new_empty(self._units, weight.shape[0], weight[0].numel())
             for first, last in self._chunks():
-                a_BTD, g_BOT = self._matrices(first, last)
-                part = formed[first:last].view(g_BOT.shape[0], g_BOT.shape[1], a_BTD.shape[2])
-                torch.bmm(g_BOT, a_BTD, out=part)
-            self._formed = formed
-        return self._formed
+                a_BTD, g_BTO = self._matrices(first, last)
+                part = formed[first:last].view(a_BTD.shape[0], g_BTO.shape[2], a_BTD.shape[2])
+                torch.bmm(g_BTO.mT, a_BTD, out=part)
+            self._formed_UOD = formed
+        return self._formed_UOD
 
     def _gram_norms(self) -> Tensor:
         norms: list[Tensor] = []
         for first, last in self._chunks():
-            a_BTD, g_BOT = self._matrices(first, last)
-            norms.append(gram_norms_sq(a_BTD, g_BOT.mT).view(last - first, -1).sum(1))
+            norms.append(gram_norms_sq(*self._matrices(first, last)).view(last - first, -1).sum(1))
         return torch.cat(norms)
 
     def _matrices(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Windows (B, T, D) and output gradients (B, O, T) of some units, groups folded into B."""
+        """Windows (B, T, D) and output gradients (B, T, O) of some units, groups folded into B."""
         per_unit = self._dy.shape[0] // self._units
         rows = slice(first * per_unit, last * per_unit)
-        dy_NOS = self._dy[rows]
-        groups = self._geometry.groups
+        dy_NOS, groups = self._dy[rows], self._geometry.groups
         a_BTD = self._geometry.windows(self._x[rows], tuple(dy_NOS.shape[2:]), last - first)
+        if channels_inside(dy_NOS):
+            g = dy_NOS.movedim(1, -1).reshape(last - first, -1, groups, dy_NOS.shape[1] // groups)
+            return a_BTD, g.transpose(1, 2).reshape(a_BTD.shape[0], a_BTD.shape[1], -1)
         g = dy_NOS.reshape(last - first, per_unit, groups, dy_NOS.shape[1] // groups, -1)
-        return a_BTD, g.permute(0, 2, 3, 1, 4).reshape(a_BTD.shape[0], -1, a_BTD.shape[1])
+        return a_BTD, g.permute(0, 2, 3, 1, 4).reshape(a_BTD.shape[0], -1, a_BTD.shape[1]).mT
 
     def _chunks(self) -> list[tuple[int, int]]:
         windows = self._dy[:, 0].numel() // self._units * (self._geometry.weight[0].numel() * self._geometry.groups)

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpvision.grads.rules.conv import Correlated, Correlation, seen_by
+from dpvision.grads.rules.conv import Correlated, Correlation, channels_inside, seen_by
 from dpvision.grads.rules.registry import LayerCall, register
-from dpvision.grads.shares import Kept, Share, sum_by_unit, sum_over_space
+from dpvision.grads.shares import Kept, Share, sum_by_unit, sum_of_squares, sum_over_space
 from dpvision.models.layers import WSConv2d
 
 
@@ -33,11 +33,10 @@ class Standardisation:
     live_O: Tensor
 
     @staticmethod
-    def of(module: WSConv2d) -> Standardisation:
-        """Read off the layer's raw weight and gain."""
-        weight_OD = module.weight.detach().flatten(1)
+    def of(module: WSConv2d, weight_OD: Tensor) -> Standardisation:
+        """Read off the layer's raw weight, its entries in any order, and its gain."""
         centred_OD = weight_OD - weight_OD.mean(1, keepdim=True)
-        square_O = torch.var(weight_OD, dim=1, correction=0) * weight_OD.shape[1]
+        square_O = centred_OD.square().sum(1)
         s_O = square_O.clamp(min=module.eps).rsqrt()
         scale_O = s_O if module.gain is None else s_O * module.gain.detach()
         return Standardisation(centred_OD * s_O[:, None], scale_O, (square_O >= module.eps).to(s_O.dtype))
@@ -62,11 +61,11 @@ class Moments:
 class Standardised(Share):
     """The raw weight's gradient, from the share of the weight that the convolution uses."""
 
-    def __init__(self, used: Correlated, facts: Standardisation, moments: Moments, shape: torch.Size) -> None:
+    def __init__(self, used: Correlated, geometry: Correlation, facts: Standardisation, moments: Moments) -> None:
         self._used = used
+        self._geometry = geometry
         self._facts = facts
         self._moments = moments
-        self._shape = shape
 
     @property
     def held_bytes(self) -> int:
@@ -74,19 +73,20 @@ class Standardised(Share):
 
     def norms_sq(self) -> Tensor:
         moments, facts = self._moments, self._facts
-        entries = self._shape[1:].numel()
-        removed_UO = moments.total_UO.double().square() / entries
+        removed_UO = moments.total_UO.double().square() / facts.z_OD.shape[1]
         removed_UO = removed_UO + facts.live_O * moments.along_UO.double().square()
         kept_U = (moments.squares_U - removed_UO @ facts.scale_O.double().square()).clamp_min(0)
         # A difference: what rounding may have hidden is added, so that the norm is an upper bound.
         return kept_U + 8 * torch.finfo(facts.scale_O.dtype).eps * moments.squares_U
 
     def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
-        e_OD = self._used.weighted_sum(factor_U, dead_U).flatten(1)
-        return self._facts.pull_back(e_OD).view(self._shape)
+        inside = self._used.channels_inside
+        e_OD = self._geometry.to_order(self._used.weighted_sum(factor_U, dead_U), channels_inside=inside)
+        return self._geometry.from_order(self._facts.pull_back(e_OD), channels_inside=inside)
 
     def per_unit(self) -> Tensor:
-        return self._facts.pull_back(self._used.per_unit().flatten(2)).view(-1, *self._shape)
+        raw_UOD = self._facts.pull_back(self._used.formed())
+        return self._geometry.from_order(raw_UOD, channels_inside=self._used.channels_inside)
 
 
 def standardised(call: LayerCall) -> dict[str, Share]:
@@ -98,12 +98,12 @@ def standardised(call: LayerCall) -> dict[str, Share]:
     if "bias" in call.wanted:
         shares["bias"] = Kept(sum_by_unit(sum_over_space(call.dy), call.units))
     if call.wanted & {"weight", "gain"}:
-        facts = Standardisation.of(module)
         geometry = _geometry(module)
         x = seen_by(geometry, module.pad(call.x), call.dy)
         used = Correlated(x, call.dy, geometry, call.units)
+        facts = Standardisation.of(module, geometry.to_order(geometry.weight, channels_inside=used.channels_inside))
         moments = _moments_by_ghost(call, x, geometry, facts) if used.by_ghost else _moments(used, facts)
-        shares["weight"] = Standardised(used, facts, moments, module.weight.shape)
+        shares["weight"] = Standardised(used, geometry, facts, moments)
         if "gain" in call.wanted:
             shares["gain"] = Kept(moments.along_UO)
     return {name: share for name, share in shares.items() if name in call.wanted}
@@ -115,16 +115,16 @@ def _geometry(module: WSConv2d) -> Correlation:
 
 
 def _moments(used: Correlated, facts: Standardisation) -> Moments:
-    e_UOD = used.per_unit().flatten(2)
-    lengths_UO = torch.linalg.vector_norm(e_UOD, dim=2, dtype=torch.float64)
+    e_UOD = used.formed()
+    lengths_UO = sum_of_squares(e_UOD.flatten(0, 1)).unflatten(0, e_UOD.shape[:2])
     along_UO = torch.bmm(e_UOD.transpose(0, 1), facts.z_OD[:, :, None])[:, :, 0].mT
-    return Moments(lengths_UO.square() @ facts.scale_O.double().square(), e_UOD.sum(2), along_UO)
+    return Moments(lengths_UO @ facts.scale_O.double().square(), e_UOD.sum(2), along_UO)
 
 
 def _moments_by_ghost(call: LayerCall, x: Tensor, geometry: Correlation, facts: Standardisation) -> Moments:
     """The same without forming e: ⟨z, e⟩ = Σ_t dy · (z ∗ x), Σe = Σ_t dy · (box sum of x)."""
     scaled = Correlated(x, call.dy * facts.scale_O[:, None, None], geometry, call.units)
-    z = facts.z_OD.view_as(geometry.weight)
+    z = geometry.from_order(facts.z_OD, channels_inside=channels_inside(x))
     along = call.dy * F.conv2d(x, z, stride=geometry.stride, groups=geometry.groups)
     box = F.conv2d(x, torch.ones_like(z[: geometry.groups]), stride=geometry.stride, groups=geometry.groups)
     total = call.dy * box.repeat_interleave(z.shape[0] // geometry.groups, 1)

@@ -1,0 +1,90 @@
+"""A model's first meeting with the engine: it is refused by name, or given a plan that is kept from then on."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from dpvision.checks import PrivacyError
+from dpvision.flow import Microbatch
+from dpvision.grads.mixing import mixing_place, suspected_place
+from dpvision.grads.plan import Plan, search
+from dpvision.grads.probe import probe_like, repeated, restored, same_draws
+from dpvision.grads.refusals import mixture, movement, wrong_gradients
+from dpvision.grads.units import LossFunction, row_losses
+
+_UNITS: Final = 2
+"""Two units are enough to notice each other; every more would cost memory in a large model."""
+
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, Plan]] = WeakKeyDictionary()
+
+
+def plan_for(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, *, channels_last: bool = True) -> Plan:
+    """The model's plan, made on first use and again whenever its modules, modes or trainable parameters change.
+
+    Guarantee: raises PrivacyError for a model that mixes units, moves buffers, or whose gradients can't be had.
+    """
+    signature = (_signature(model, microbatch), channels_last)
+    known = _KNOWN.get(model)
+    if known is None or known[0] != signature:
+        plan, proved = _make(model, loss_fn, microbatch, channels_last=channels_last)
+        if not proved:
+            # Nothing can be compared while gradients are not finite; such units contribute zero in any case.
+            return plan
+        known = (signature, plan)
+        _KNOWN[model] = known
+    return known[1]
+
+
+def _signature(model: nn.Module, microbatch: Microbatch) -> Any:
+    modules = tuple((name, id(module), _switches(module)) for name, module in model.named_modules())
+    parameters = tuple((name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False))
+    inputs = microbatch.inputs
+    return modules, parameters, inputs.shape[1:], inputs.dtype, inputs.device, microbatch.row_weights_UR.shape[1]
+
+
+def _switches(module: nn.Module) -> tuple[Any, ...]:
+    """Attributes that may send a forward pass another way, ``training`` among them."""
+    return tuple((name, value) for name, value in vars(module).items() if isinstance(value, (bool, str)))
+
+
+def _make(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, *, channels_last: bool) -> tuple[Plan, bool]:
+    probe = _finite_probe(model, loss_fn, microbatch)
+    drew = _refuse_movement(model, loss_fn, probe)
+    _refuse_mixing(model, loss_fn, probe)
+    found = search(model, loss_fn, probe, evaluate=drew, channels_last=channels_last)
+    if found.wrong:
+        raise PrivacyError(wrong_gradients(found.wrong, suspected_place(model, loss_fn, probe)))
+    return found.plan, found.proved
+
+
+def _finite_probe(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> Microbatch:
+    """Made-up units, unless the model can't digest them: then the first units as they are."""
+    probe = probe_like(microbatch, units=_UNITS)
+    try:
+        with torch.no_grad(), restored(model), same_draws(microbatch.inputs.device):
+            digested = bool(torch.isfinite(row_losses(model, loss_fn, probe)).all())
+    except (RuntimeError, ValueError, IndexError):
+        digested = False
+    return probe if digested else repeated(microbatch, units=_UNITS)
+
+
+def _refuse_movement(model: nn.Module, loss_fn: LossFunction, probe: Microbatch) -> bool:
+    """Raise if a forward pass moves buffers or parameters. Returns whether it draws random numbers."""
+    with torch.no_grad(), restored(model) as moved, same_draws(probe.inputs.device):
+        state = torch.get_rng_state()
+        row_losses(model, loss_fn, probe)
+        drew = not torch.equal(state, torch.get_rng_state())
+    if moved:
+        raise PrivacyError(movement(moved))
+    return drew
+
+
+def _refuse_mixing(model: nn.Module, loss_fn: LossFunction, probe: Microbatch) -> None:
+    """Raise if one unit's loss depends on another unit's input."""
+    place = mixing_place(model, loss_fn, probe)
+    if place is not None:
+        raise PrivacyError(mixture(place))
