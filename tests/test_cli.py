@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_runs import made_up_pictures, tiny_config, write_pictures
 from typer.testing import CliRunner, Result
 
 from dpvision.cli import app
 from dpvision.verify import verify
+from tiny_runs import made_up_pictures, tiny_config, write_pictures
 
 COMMANDS = ("train", "resume", "plan", "epsilon", "calibrate", "evaluate", "predict", "verify", "report", "check")
 COMMANDS += ("models", "recipes", "bench")
@@ -61,7 +61,9 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 
 
 def test_a_folder_of_class_folders_needs_nothing_but_a_target(class_folders: Path, tmp_path: Path) -> None:
-    result = dpvision("train", class_folders, "--target-epsilon", "3", "--steps", "5", "--json", "--output", tmp_path / "r")
+    result = dpvision(
+        "train", class_folders, "--target-epsilon", "3", "--steps", "5", "--json", "--output", tmp_path / "r"
+    )
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
     assert 0 < figures["epsilon"] <= 3
@@ -186,6 +188,15 @@ def test_a_signal_saves_and_stops_cleanly_and_the_run_can_go_on(tmp_path: Path, 
     assert verify(tmp_path / "run").ok
     charged = json.loads((tmp_path / "run" / "release" / "certificate.json").read_text())["steps_taken"]
     assert 20 <= charged < 4000
+
+
+@pytest.mark.parametrize("arguments", ["epsilon --steps abc", "nonsense", "train --target-epsilon", "epsilon --nope 3"])
+def test_a_bad_flag_is_one_line_and_exit_code_2(arguments: str) -> None:
+    command = [sys.executable, "-m", "dpvision", *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: ")
 
 
 def test_importing_the_package_does_not_import_torch() -> None:

@@ -64,7 +64,9 @@ def test_no_file_grows_past_400_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
 
 
-@pytest.mark.parametrize("name", ["", ".keys", ".mechanism", ".accounting", ".ledger", ".certificate", ".verify", ".cli"])
+@pytest.mark.parametrize(
+    "name", ["", ".keys", ".mechanism", ".accounting", ".ledger", ".certificate", ".verify", ".cli"]
+)
 def test_these_modules_import_without_torch(name: str) -> None:
     code = f"import sys, dpvision{name}; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

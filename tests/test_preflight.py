@@ -135,6 +135,23 @@ def test_a_buffer_that_a_step_moves_is_named(assign: bool) -> None:
     assert not model[1].mean.any()
 
 
+def test_a_buffer_that_only_some_rows_move_is_still_noticed() -> None:
+    class Peak(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("peak", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if float(x.detach().abs().max()) > 50:
+                self.peak.fill_(1.0)
+            return x
+
+    model, (inputs, targets) = around(Peak()), rows()
+    clipped_sum(model, cross_entropy, inputs, targets, clip_norm=1.0)
+    with pytest.raises(PrivacyError, match=r"1\.peak"):
+        clipped_sum(model, cross_entropy, inputs * 1000, targets, clip_norm=1.0)
+
+
 def test_all_batch_norms_and_all_moving_buffers_are_named_at_once() -> None:
     model = nn.Sequential(around(nn.BatchNorm1d(4)), nn.BatchNorm1d(5), Counting(False))
     model[2].mean = torch.zeros(5)

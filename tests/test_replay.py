@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import SIDE, tiny_config, write_pictures
 
 import dpvision.training.binding as binding_module
 import dpvision.training.loop as loop_module
@@ -25,6 +24,7 @@ from dpvision.ledger import charges_of, read_ledger
 from dpvision.mechanism import Mechanism
 from dpvision.training import train
 from dpvision.training.watch import Silence
+from tiny_runs import SIDE, tiny_config, write_pictures
 
 EXTRA_PICTURES = {
     "ordinary": np.full((1, SIDE, SIDE), 77, dtype=np.uint8),

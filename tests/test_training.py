@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import made_up_pictures, tiny_config, write_pictures
 
 import dpvision.training.loop as loop_module
 from dpvision.accounting import mechanism_guarantee
@@ -23,6 +22,7 @@ from dpvision.training.release import write_release
 from dpvision.training.start import begin, come_back
 from dpvision.training.watch import Silence
 from dpvision.verify import verify
+from tiny_runs import made_up_pictures, tiny_config, write_pictures
 
 
 @pytest.fixture

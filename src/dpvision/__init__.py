@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dpvision.flow import ClippedSum
     from dpvision.grads import clipped_sum
     from dpvision.mechanism import Guarantee, Mechanism
-    from dpvision.train import train
+    from dpvision.training import train
 
 __version__ = "0.1.0"
 __all__ = ["ClippedSum", "Guarantee", "Mechanism", "RunConfig", "__version__", "clipped_sum", "train"]
@@ -21,7 +21,7 @@ _HOMES = {
     "Mechanism": "dpvision.mechanism",
     "RunConfig": "dpvision.config",
     "clipped_sum": "dpvision.grads",
-    "train": "dpvision.train",
+    "train": "dpvision.training",
 }
 
 

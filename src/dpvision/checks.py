@@ -48,7 +48,7 @@ class Problems:
 
     def count(self, name: str, value: int, *, least: int = 1) -> None:
         """Require a whole number of at least ``least``."""
-        whole = isinstance(value, int) and not isinstance(value, bool)
+        whole = type(value) is int
         self.require(whole and value >= least, f"{name} must be a whole number >= {least}, got {value}.")
 
     def probability(self, name: str, value: float) -> None:
@@ -62,4 +62,4 @@ class Problems:
 
 
 def _is_finite(value: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) in (int, float) and math.isfinite(value)

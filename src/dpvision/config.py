@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -15,6 +15,7 @@ from dpvision.mechanism import Adjacency, Mechanism, OrdinaryPlan
 from dpvision.optim import AveragingSettings, OptimizerSettings, ScheduleSettings
 
 Option = bool | int | float | str
+T = TypeVar("T")
 _MECHANISM_FIELDS = ("num_units", "expected_batch_size", "clip_norm", "noise_multiplier", "steps", "privacy_unit")
 
 
@@ -154,3 +155,10 @@ def one_line(error: ValidationError) -> str:
         shown = f", got {value!r}" if isinstance(value, (int, float, str)) else ""
         parts.append(f"{where}: {problem['msg']}{shown}")
     return "; ".join(parts)
+
+
+def required(value: T | None, name: str) -> T:
+    """A setting that must have been filled in by now."""
+    if value is None:
+        raise ArgumentError(f"the configuration is not resolved: {name} is still open.")
+    return value

@@ -9,7 +9,11 @@ NOISE = (
         "test_privatize",
         "noise.py",
         ("noise x 0.93", "mean_per_step = grid.noise_stddev / grid", "mean_per_step = 0.93 * grid.noise_stddev / grid"),
-        ("noise / sqrt 2", "mean_per_step = grid.noise_stddev / grid", "mean_per_step = 0.707 * grid.noise_stddev / grid"),
+        (
+            "noise / sqrt 2",
+            "mean_per_step = grid.noise_stddev / grid",
+            "mean_per_step = 0.707 * grid.noise_stddev / grid",
+        ),
         ("noise without the clip norm", "noise_multiplier * sensitivity)", "noise_multiplier)"),
         ("divisor rounded", "divisor=mechanism.expected_batch_size)", "divisor=round(mechanism.expected_batch_size))"),
         ("all parameters share noise", 'keys.derive("noise", step, name)', 'keys.derive("noise", step)'),
@@ -32,7 +36,11 @@ NOISE = (
         ("keys are not bound to the run", '_frame("dpvision/1", self.context, stream,', '_frame("dpvision/1", stream,'),
         ("sampling and noise share a key", '"dpvision/1", self.context, stream, ', '"dpvision/1", self.context, '),
         ("the secret is printed", "secret: bytes = field(repr=False)", "secret: bytes = field()"),
-        ("a hand seed is not stamped", "return Keys(secret, context, hand_seeded=True)", "return Keys(secret, context)"),
+        (
+            "a hand seed is not stamped",
+            "return Keys(secret, context, hand_seeded=True)",
+            "return Keys(secret, context)",
+        ),
     ),
 )
 OPTIMIZERS = (

@@ -40,7 +40,11 @@ TRAINING = (
         "test_training",
         "training/prepare.py",
         ("a plan may cross its target", "planned.epsilon > privacy.target_epsilon", "False"),
-        ("statistics are not composed", "    if config.privacy.enabled and config.data.normalisation", "    if False and config"),
+        (
+            "statistics are not composed",
+            "    if config.privacy.enabled and config.data.normalisation",
+            "    if False and config",
+        ),
     ),
     *mutations(
         "test_training",

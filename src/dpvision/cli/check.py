@@ -74,7 +74,7 @@ def _from_code(place: str, attribute: str) -> nn.Module:
             module = importlib.import_module(place)
         found = getattr(module, attribute)
         model = found if isinstance(found, nn.Module) else found()
-    except Exception as error:  # noqa: BLE001 - the user's own code may raise anything; it becomes one line
+    except Exception as error:
         raise ArgumentError(f"can't make a model from {place}:{attribute}: {type(error).__name__}: {error}.") from error
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"{place}:{attribute} must give a torch.nn.Module, got {type(model).__name__}.")

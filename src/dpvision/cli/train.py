@@ -19,7 +19,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON on std
 def train(
     source: Annotated[
         str | None,
-        typer.Argument(help="A folder of class folders, an .npz file, or mnist, fashionmnist, cifar10, cifar100, digits."),
+        typer.Argument(
+            help="A folder of class folders, an .npz file, or mnist, fashionmnist, cifar10, cifar100, digits."
+        ),
     ] = None,
     recipe: Annotated[str | None, typer.Option(help="A named setting; `dpvision recipes` lists them.")] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file with the fields of a run.")] = None,

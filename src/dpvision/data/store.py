@@ -102,7 +102,8 @@ class ImageStore:
         """What each unit is called: a name that stays when other units come or go."""
         names = self.row_names if self.owners is None else self.owners
         offsets, order = self.rows_of_units
-        return tuple(names[row] for row in order[offsets[:-1]].tolist())
+        first_rows: list[int] = order[offsets[:-1]].tolist()
+        return tuple(names[row] for row in first_rows)
 
     def fingerprint(self) -> str:
         """SHA-256 over shape, pixels, labels and units: a run's keys are bound to it."""

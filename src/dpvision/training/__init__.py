@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpvision.config import RunConfig
+from dpvision.config import RunConfig, required
 from dpvision.training.interrupt import stop_on_signals
 from dpvision.training.loop import measure, run_steps
 from dpvision.training.release import RunResult, write_release
 from dpvision.training.released import Released, load_released
-from dpvision.training.session import Session, required
+from dpvision.training.session import Session
 from dpvision.training.start import begin, come_back
 from dpvision.training.watch import Silence, Watcher
 

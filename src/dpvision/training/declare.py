@@ -7,6 +7,7 @@ from pathlib import Path
 from dpvision.config import RunConfig
 from dpvision.training.prepare import Pictures
 
+
 def declarations(config: RunConfig, pictures: Pictures) -> list[tuple[str, str]]:
     """Pairs of (what, how) for everything that is declared instead of charged."""
     found = [("privacy units", units_come_from(config)), ("test split", test_split(config, pictures))]

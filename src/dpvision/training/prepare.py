@@ -8,7 +8,7 @@ from typing import final
 
 from dpvision.accounting import Charges, calibrate_noise_multiplier, mechanism_guarantee
 from dpvision.checks import ArgumentError
-from dpvision.config import DataConfig, RunConfig, parse_config
+from dpvision.config import DataConfig, RunConfig, parse_config, required
 from dpvision.data import (
     ImageStore,
     LoadOptions,
@@ -173,22 +173,20 @@ def extra_charges(config: RunConfig) -> Charges:
 
 def calibrate(config: RunConfig) -> RunConfig:
     """Set the noise so that the whole plan stays within the target; refuse a plan that would cross it."""
-    privacy = config.privacy
+    privacy, extra = config.privacy, extra_charges(config)
     if privacy.delta is None:
         raise ArgumentError("delta must be given: it has no default. Choose one below 1 / num_units.")
     if privacy.noise_multiplier is None:
         noise = calibrate_noise_multiplier(
-            num_units=privacy.num_units,
-            expected_batch_size=privacy.expected_batch_size,
-            steps=privacy.steps,
-            target_epsilon=privacy.target_epsilon,
+            num_units=required(privacy.num_units, "num_units"),
+            expected_batch_size=required(privacy.expected_batch_size, "expected_batch_size"),
+            steps=required(privacy.steps, "steps"),
+            target_epsilon=required(privacy.target_epsilon, "target_epsilon"),
             delta=privacy.delta,
             adjacency=privacy.adjacency,
-            extra=extra_charges(config),
+            extra=extra,
         )
-        privacy = privacy.model_copy(update={"noise_multiplier": noise})
-        config = config.model_copy(update={"privacy": privacy})
-    extra = extra_charges(config)
+        config = config.model_copy(update={"privacy": privacy.model_copy(update={"noise_multiplier": noise})})
     planned = mechanism_guarantee(config.mechanism, delta=privacy.delta, extra=extra)
     # The certificate gives both accountants' figures: what one of them refuses must be refused before it is spent.
     mechanism_guarantee(config.mechanism, delta=privacy.delta, extra=extra, accountant="rdp")

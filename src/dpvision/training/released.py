@@ -10,11 +10,10 @@ from torch import nn
 
 from dpvision import models
 from dpvision.checks import DataError, TamperError
-from dpvision.config import RunConfig, parse_config
+from dpvision.config import RunConfig, parse_config, required
 from dpvision.data import ImageStore, LoadOptions, Normalisation, load_one
 from dpvision.runfolder import CERTIFICATE, RunFolder, parse_object, read_file
 from dpvision.training.prepare import load_pictures
-from dpvision.training.session import required
 from dpvision.training.start import holdout_keys, normalisation_of
 
 

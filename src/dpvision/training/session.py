@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from dpvision import models
 from dpvision.accounting import EpsilonMeter
 from dpvision.checks import ArgumentError, DPVisionError
-from dpvision.config import RunConfig
+from dpvision.config import RunConfig, required
 from dpvision.data import Normalisation, PoissonDraws
 from dpvision.evaluate import Metrics
 from dpvision.grads import Finding, require_private_ready
@@ -27,14 +27,6 @@ from dpvision.training.budget import Budget
 from dpvision.training.prepare import Pictures, extra_charges
 
 PREFLIGHT_ROWS = 4
-T = TypeVar("T")
-
-
-def required(value: T | None, name: str) -> T:
-    """A setting that ``prepare`` has filled in."""
-    if value is None:
-        raise ArgumentError(f"the configuration is not resolved: {name} is still open.")
-    return value
 
 
 def classification_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -155,7 +147,7 @@ def made_up_rows(image_shape: tuple[int, int, int], num_classes: int, device: st
 
 
 def preflight(model: nn.Module, pictures: Pictures, device: str) -> list[Finding]:
-    """Try the model on made-up pictures: units must not mix, and every gradient must be right. What is worth knowing."""
+    """Try the model on made-up pictures: units must not mix, and every gradient must be right. Returns notes."""
     inputs, targets = made_up_rows(pictures.train.image_shape, pictures.train.num_classes, device)
     with fitting_shape(pictures.train.image_shape):
         return require_private_ready(model, classification_loss, inputs, targets)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from dpvision.checks import DPVisionError, PrivacyError
-from dpvision.config import RunConfig, parse_config
+from dpvision.config import RunConfig, parse_config, required
 from dpvision.data import Normalisation, released_normalisation
 from dpvision.keys import Keys
 from dpvision.ledger import Ledger, charges_of, read_ledger
@@ -25,7 +25,7 @@ from dpvision.training.prepare import (
     load_pictures,
     prepare,
 )
-from dpvision.training.session import Place, Session, assemble, make_model, preflight, required
+from dpvision.training.session import Place, Session, assemble, make_model, preflight
 
 
 def begin(config: RunConfig, path: Path, *, seed: int | None, device: str) -> tuple[Session, Prepared]:
@@ -64,7 +64,9 @@ def come_back(path: Path, *, allow_fork: bool, device: str) -> tuple[Session, li
     folder.lock()
     checkpoint = folder.latest_checkpoint()
     if checkpoint is None:
-        raise DPVisionError(f"{path} stopped before its first checkpoint: start it anew elsewhere. {spent_so_far(folder)}")
+        raise DPVisionError(
+            f"{path} stopped before its first checkpoint: start it anew elsewhere. {spent_so_far(folder)}"
+        )
     config = parse_config(folder.read_whole_config())
     stored = folder.load_key()
     pictures = load_pictures(config.data, holdout_keys(stored.keys, stored.run_id))
@@ -134,8 +136,8 @@ def require_same_plan(config: RunConfig, ledger: Ledger, stored: StoredKey) -> N
     changed = sorted(name for name in now if now[name] != ledger.header.get(name))
     if changed:
         raise PrivacyError(
-            f"the plan of this run changed since it began ({', '.join(changed)}): a run keeps its mechanism, its target "
-            "and its key. Put the old state back, or begin a new run, which composes with this one."
+            f"the plan of this run changed since it began ({', '.join(changed)}): a run keeps its mechanism, target "
+            "and key. Put the old state back, or begin a new run, which composes with this one."
         )
 
 
