@@ -71,7 +71,7 @@ def traces_of(model: nn.Module) -> dict[str, object]:
         "state": {name: value.clone() for name, value in model.state_dict().items()},
         "identity": [id(p) for p in model.parameters()],
         "buffers": [id(b) for b in model.buffers()],
-        "grad": [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        "grad": {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
         "requires_grad": [p.requires_grad for p in model.parameters()],
         "versions": [t._version for t in (*model.parameters(), *model.buffers())],
         "training": [module.training for module in model.modules()],
@@ -86,11 +86,9 @@ def traces_of(model: nn.Module) -> dict[str, object]:
 
 
 def assert_same_traces(before: dict[str, object], after: dict[str, object]) -> None:
-    for key in before:
-        torch.testing.assert_close(before[key], after[key], rtol=0, atol=0) if key in {"state"} else None
-        if key == "grad":
-            for a, b in zip(before[key], after[key], strict=True):  # type: ignore[call-overload]
-                assert (a is None) == (b is None)
-                assert a is None or torch.equal(a, b)
-        elif key != "state":
-            assert before[key] == after[key], key
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        if key in {"state", "grad"}:
+            torch.testing.assert_close(after[key], value, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert after[key] == value, key

@@ -22,25 +22,29 @@ import numpy as np
 
 from dpvision.ledger import Ledger
 
+DELAY = 0.02
+"""Seconds that a step is made longer by, so that most kills hit between charge and checkpoint."""
 RUNNER = """
-import sys, time
+import hashlib, shutil, sys, time
 from pathlib import Path
 import dpvision.training.loop as loop
 from dpvision.config import parse_config
 from dpvision.training import resume, train
-from dpvision.checks import DPVisionError
 run, config, drawn, delay = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
 original = loop.privatize
 def noted(clipped, mechanism, keys, *, step):
     time.sleep(delay)
     noisy = original(clipped, mechanism, keys, step=step)
+    digest = hashlib.sha256(b"".join(g.numpy().tobytes() for g in noisy.gradients.values())).hexdigest()
     with drawn.open("a") as file:
-        file.write(f"{step}\\n")
+        file.write(f"{step}:{digest}\\n")
     return noisy
 loop.privatize = noted
+print("ready", flush=True)
 if (run / "private" / "checkpoints").is_dir() and any((run / "private" / "checkpoints").glob("step-*")):
     resume(run)
 else:
+    shutil.rmtree(run, ignore_errors=True)  # killed before the first checkpoint: nothing was drawn yet
     train(parse_config(config.read_text()), run=run, seed=11)
 print("finished")
 """
@@ -86,6 +90,15 @@ def start(run: Path, config: Path, drawn: Path, *, delay: float) -> subprocess.P
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
+def seconds_after_imports(process: subprocess.Popen[str]) -> float:
+    """How long a whole run takes once its imports are over."""
+    if process.stdout is not None:
+        process.stdout.readline()
+    started = time.perf_counter()
+    process.communicate()
+    return time.perf_counter() - started
+
+
 def charged_steps(run: Path) -> int:
     """Training steps in the ledger on disk; a torn last line counts as not written."""
     path = run / "release" / "ledger.jsonl"
@@ -99,23 +112,25 @@ def charged_steps(run: Path) -> int:
 
 
 def drawn_steps(drawn: Path) -> int:
-    """Highest number of different noisy gradients that are known to have existed."""
-    return len(set(drawn.read_text().split())) if drawn.exists() else 0
+    """How many different noisy gradients have existed: two for one step, if a replay was not exact."""
+    return len(set(drawn.read_text().splitlines())) if drawn.exists() else 0
 
 
 def kill_and_resume(folder: Path, *, kills: int, steps: int = 60, seed: int = 0) -> dict[str, int]:
     """The experiment: how many kills hit, and how often something was wrong."""
     config = write_inputs(folder, steps=steps)
     alone, killed = folder / "alone", folder / "killed"
-    if start(alone, config, folder / "alone.drawn", delay=0).wait() != 0:
+    undisturbed = start(alone, config, folder / "alone.drawn", delay=DELAY)
+    lifetime = seconds_after_imports(undisturbed)
+    if undisturbed.returncode != 0:
         raise SystemExit("the undisturbed run failed")
     chance = random.Random(seed)  # noqa: S311 - moments of killing, not secrets
     counts = {"kills": 0, "under_reported": 0, "failed_resumes": 0}
     while True:
-        process = start(killed, config, folder / "drawn", delay=0.02)
-        # Most of a life is spent importing; wait for the first files of this life half of the time.
-        if counts["kills"] < kills:
-            time.sleep(chance.uniform(0.0, 4.0))
+        process = start(killed, config, folder / "drawn", delay=DELAY)
+        if counts["kills"] < kills and process.stdout is not None:
+            process.stdout.readline()  # imports are over
+            time.sleep(chance.uniform(0.0, lifetime))
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
                 process.wait()

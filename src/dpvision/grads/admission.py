@@ -27,7 +27,7 @@ def plan_for(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, *,
 
     Guarantee: raises PrivacyError for a model that mixes units, moves buffers, or whose gradients can't be had.
     """
-    signature = (_signature(model, microbatch), channels_last)
+    signature = (_signature(model, microbatch), getattr(loss_fn, "__code__", loss_fn), channels_last)
     known = _KNOWN.get(model)
     if known is None or known[0] != signature:
         plan, proved = _make(model, loss_fn, microbatch, channels_last=channels_last)

@@ -51,13 +51,15 @@ def clipped_sum(
     problems.raise_if_any()
     batch = Rows(inputs, targets, rows_per_unit)
     performance = Performance(microbatch_size=microbatch_size)
-    return clipped_sum_of_batch(model, loss_fn, batch, clip_norm=clip_norm, performance=performance)
+    clipped = clipped_sum_of_batch(model, loss_fn, batch, clip_norm=clip_norm, performance=performance)
+    dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
+    return ClippedSum({name: value.to(dtypes[name]) for name, value in clipped.gradients.items()}, clip_norm)
 
 
 def clipped_sum_of_batch(
     model: nn.Module, loss_fn: LossFunction, batch: Batch, *, clip_norm: float, performance: Performance
 ) -> ClippedSum:
-    """``clipped_sum`` over a whole draw. An empty draw is a sum of zeros.
+    """``clipped_sum`` over a whole draw, in float64. An empty draw is a sum of zeros.
 
     Guarantee: as ``clipped_sum``; the result does not depend on the micro-batch size beyond rounding.
     """
@@ -65,7 +67,8 @@ def clipped_sum_of_batch(
     problems.positive("clip_norm", clip_norm)
     problems.raise_if_any()
     parameters = trainable(model)
-    sums = {parameter: torch.zeros_like(parameter.detach()) for parameter in parameters.values()}
+    # Float64, because rounding in a long float32 sum could let one unit move it by more than clip_norm.
+    sums = {p: torch.zeros_like(p.detach(), dtype=torch.float64) for p in parameters.values()}
     duties: tuple[Duty, ...] = ()
     plan: Plan | None = None
     with _unmoved(model):

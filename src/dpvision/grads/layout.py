@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_leaves
 from dpvision.checks import PrivacyError
 from dpvision.grads.capture import Call
 
-Share = int | None
-"""Entries of a tensor's first dimension per row, or ``None`` for a value that has no rows."""
+Place = int | None
+"""Entries of a tensor's first dimension per row; ``None`` for a value without rows, zero for rows somewhere else."""
+
+_ELSEWHERE: Final = 0
 
 
 @final
@@ -22,8 +24,8 @@ Share = int | None
 class Layout:
     """One call's inputs and outputs, flattened."""
 
-    inputs: tuple[Share, ...]
-    outputs: tuple[Share, ...]
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
 
 
 Layouts = Mapping[str, tuple[Layout, ...]]
@@ -31,13 +33,16 @@ Layouts = Mapping[str, tuple[Layout, ...]]
 
 
 def compare(small: Call, large: Call, *, rows: tuple[int, int]) -> Layout | None:
-    """The layout that explains both calls, or ``None`` if rows are not in front everywhere they occur."""
-    try:
-        inputs = _shares(_input_shapes(small), _input_shapes(large), rows)
-        outputs = _shares(small.outputs, large.outputs, rows)
-    except _NotInFrontError:
+    """The layout that explains both calls, or ``None`` if rows are not in front everywhere they matter.
+
+    They matter in all inputs, and in the outputs on which the loss depends.
+    """
+    shapes = (_input_shapes(small), _input_shapes(large)), (small.outputs, large.outputs)
+    if any(len(a) != len(b) for a, b in shapes):
         return None
-    fits = all(share is not None for share, out in zip(outputs, small.outputs, strict=True) if out is not None)
+    inputs, outputs = (tuple(_place(a, b, rows) for a, b in zip(*pair, strict=True)) for pair in shapes)
+    seen = [place for place, gradient in zip(outputs, small.gradients, strict=False) if gradient is not None]
+    fits = _ELSEWHERE not in inputs and all(seen)
     if small.duty.rule is not None:
         fits = fits and inputs[0] == outputs[0]
     return Layout(inputs, outputs) if fits else None
@@ -46,12 +51,12 @@ def compare(small: Call, large: Call, *, rows: tuple[int, int]) -> Layout | None
 def check(call: Call, layout: Layout, rows: int) -> None:
     """Refuse a call whose shapes are not those of its layout at this number of rows."""
     shapes = [*_input_shapes(call), *call.outputs]
-    expected = [*layout.inputs, *layout.outputs]
-    fits = len(shapes) == len(expected) and all(
-        share is None or shape is None or (len(shape) > 0 and shape[0] == share * rows)
-        for shape, share in zip(shapes, expected, strict=True)
+    places = [*layout.inputs, *layout.outputs]
+    matter = [True] * len(layout.inputs) + [gradient is not None for gradient in call.gradients]
+    fits = len(shapes) == len(places) == len(matter) and all(
+        _fits(shape, place, rows) for shape, place, it_does in zip(shapes, places, matter, strict=True) if it_does
     )
-    if not fits:
+    if call.reaches_loss and not fits:
         raise unexpected(call)
 
 
@@ -63,8 +68,8 @@ def unexpected(call: Call) -> PrivacyError:
     )
 
 
-class _NotInFrontError(Exception):
-    """The sizes grow with the batch in some other way than in front."""
+def _fits(shape: torch.Size | None, place: Place, rows: int) -> bool:
+    return place is None or (shape is not None and len(shape) > 0 and shape[0] == place * rows != 0)
 
 
 def _input_shapes(call: Call) -> list[torch.Size | None]:
@@ -72,18 +77,10 @@ def _input_shapes(call: Call) -> list[torch.Size | None]:
     return [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
 
 
-def _shares(small: list[torch.Size | None], large: list[torch.Size | None], rows: tuple[int, int]) -> tuple[Share, ...]:
-    if len(small) != len(large):
-        raise _NotInFrontError
-    return tuple(_share(a, b, rows) for a, b in zip(small, large, strict=True))
-
-
-def _share(small: torch.Size | None, large: torch.Size | None, rows: tuple[int, int]) -> Share:
+def _place(small: torch.Size | None, large: torch.Size | None, rows: tuple[int, int]) -> Place:
     if small == large:
         return None
     if small is None or large is None or len(small) == 0 or small[1:] != large[1:]:
-        raise _NotInFrontError
-    share, rest = divmod(small[0], rows[0])
-    if rest or large[0] != share * rows[1]:
-        raise _NotInFrontError
-    return share
+        return _ELSEWHERE
+    place, rest = divmod(small[0], rows[0])
+    return _ELSEWHERE if rest or large[0] != place * rows[1] else place

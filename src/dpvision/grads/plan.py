@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dpvision.checks import PrivacyError
 from dpvision.flow import Microbatch
 from dpvision.grads import layout
-from dpvision.grads.capture import Call, captured
+from dpvision.grads.capture import Call, backpropagate, captured
 from dpvision.grads.duties import Duty, Exceptions, duties_of, trainable
 from dpvision.grads.layout import Layout, Layouts
 from dpvision.grads.mixing import suspected_place
@@ -143,9 +143,10 @@ def _find_layouts(
 
 def _calls(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, duties: tuple[Duty, ...]) -> list[Call]:
     with torch.enable_grad(), captured(duties) as calls:
-        row_losses(model, loss_fn, microbatch)
-        for call in calls:
-            call.check_untouched()
+        losses = row_losses(model, loss_fn, microbatch)
+    for call in calls:
+        call.check_untouched()
+    backpropagate(calls, losses, microbatch.row_weights_UR.reshape(-1).to(losses.dtype))
     return calls
 
 

@@ -36,7 +36,7 @@ def repeated(microbatch: Microbatch, *, units: int) -> Microbatch:
 
 
 def changed_unit(microbatch: Microbatch, unit: int) -> Microbatch:
-    """The same micro-batch with other inputs in one unit; targets stay."""
+    """The same micro-batch with other inputs and, where the others have any, other targets in one unit."""
     units, rows = microbatch.row_weights_UR.shape
     inputs = microbatch.inputs.clone()
     mine = inputs[unit * rows : (unit + 1) * rows]
@@ -44,7 +44,9 @@ def changed_unit(microbatch: Microbatch, unit: int) -> Microbatch:
         mine.copy_(_noise_like(mine, torch.Generator().manual_seed(units + unit)) * 2 - 1)
     else:
         mine.copy_(mine.flip(-1) if mine.dim() > 1 else inputs.flip(0)[unit * rows : (unit + 1) * rows])
-    return Microbatch(inputs, microbatch.targets, microbatch.row_weights_UR)
+    targets = microbatch.targets.clone()
+    targets[unit * rows : (unit + 1) * rows] = targets.roll(rows, 0)[unit * rows : (unit + 1) * rows]
+    return Microbatch(inputs, targets, microbatch.row_weights_UR)
 
 
 def only_unit(microbatch: Microbatch, unit: int) -> Microbatch:

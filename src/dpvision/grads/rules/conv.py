@@ -26,8 +26,8 @@ from dpvision.grads.shares import (
 )
 
 Sizes = tuple[int, ...]
-_WINDOW_NUMBERS = 1 << 20
-"""Window matrices are formed for as many units at a time as stay below this many numbers, about a cache."""
+_WINDOW_NUMBERS = 1 << 23
+"""Window matrices are formed for as many units at a time as stay below this many numbers."""
 
 
 @final

@@ -42,6 +42,8 @@ class OuterProducts(Share):
         return sum_of_squares(self.per_unit())
 
     def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        if self._formed is not None:  # what the norm was taken of: another product could round to something longer
+            return Kept(self._formed).weighted_sum(factor_U, dead_U)
         g_UTO = scale_by_unit(without_dead(self._g_UTO, dead_U), factor_U)
         return g_UTO.flatten(0, 1).mT @ without_dead(self._a_UTI, dead_U).flatten(0, 1)
 

@@ -117,8 +117,9 @@ def _geometry(module: WSConv2d) -> Correlation:
 def _moments(used: Correlated, facts: Standardisation) -> Moments:
     e_UOD = used.formed()
     lengths_UO = sum_of_squares(e_UOD.flatten(0, 1)).unflatten(0, e_UOD.shape[:2])
-    along_UO = torch.bmm(e_UOD.transpose(0, 1), facts.z_OD[:, :, None])[:, :, 0].mT
-    return Moments(lengths_UO @ facts.scale_O.double().square(), e_UOD.sum(2), along_UO)
+    directions_OD2 = torch.stack([torch.ones_like(facts.z_OD), facts.z_OD], 2)
+    total_UO, along_UO = torch.bmm(e_UOD.transpose(0, 1), directions_OD2).permute(2, 1, 0)
+    return Moments(lengths_UO @ facts.scale_O.double().square(), total_UO, along_UO)
 
 
 def _moments_by_ghost(call: LayerCall, x: Tensor, geometry: Correlation, facts: Standardisation) -> Moments:
@@ -126,7 +127,9 @@ def _moments_by_ghost(call: LayerCall, x: Tensor, geometry: Correlation, facts: 
     scaled = Correlated(x, call.dy * facts.scale_O[:, None, None], geometry, call.units)
     z = geometry.from_order(facts.z_OD, channels_inside=channels_inside(x))
     along = call.dy * F.conv2d(x, z, stride=geometry.stride, groups=geometry.groups)
-    box = F.conv2d(x, torch.ones_like(z[: geometry.groups]), stride=geometry.stride, groups=geometry.groups)
+    in_group = x.unflatten(1, (geometry.groups, -1)).sum(2)
+    ones = torch.ones_like(z[: geometry.groups, :1])
+    box = F.conv2d(in_group, ones, stride=geometry.stride, groups=geometry.groups)
     total = call.dy * box.repeat_interleave(z.shape[0] // geometry.groups, 1)
     each = [sum_by_unit(sum_over_space(product), call.units) for product in (total, along)]
     return Moments(scaled.norms_sq(), *each)
