@@ -36,7 +36,7 @@ def repeated(microbatch: Microbatch, *, units: int) -> Microbatch:
 
 
 def changed_unit(microbatch: Microbatch, unit: int) -> Microbatch:
-    """The same micro-batch with other inputs and, where the others have any, other targets in one unit."""
+    """The same micro-batch with other inputs and other targets in one unit."""
     units, rows = microbatch.row_weights_UR.shape
     inputs = microbatch.inputs.clone()
     mine = inputs[unit * rows : (unit + 1) * rows]
@@ -45,7 +45,9 @@ def changed_unit(microbatch: Microbatch, unit: int) -> Microbatch:
     else:
         mine.copy_(mine.flip(-1) if mine.dim() > 1 else inputs.flip(0)[unit * rows : (unit + 1) * rows])
     targets = microbatch.targets.clone()
-    targets[unit * rows : (unit + 1) * rows] = targets.roll(rows, 0)[unit * rows : (unit + 1) * rows]
+    theirs = targets[unit * rows : (unit + 1) * rows]
+    # Classes 0 and 1 exist wherever there is anything to tell apart.
+    theirs.copy_(1 - theirs if theirs.is_floating_point() else (theirs == 0).to(theirs.dtype))
     return Microbatch(inputs, targets, microbatch.row_weights_UR)
 
 

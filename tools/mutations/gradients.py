@@ -1,0 +1,90 @@
+"""Breakages of the per-unit gradients, their clipping and the admission of models."""
+
+from __future__ import annotations
+
+from tools.mutations.mutation import mutations
+
+GRADIENTS = (
+    *mutations(
+        "test_grads_guarantee",
+        "grads/clip.py",
+        ("non-finite units are kept", "dead_U = None if bool(finite_U.all()) else ~finite_U", "dead_U = None"),
+        ("short gradients are stretched", "/ norm_U).clamp(max=1.0)", "/ norm_U)"),
+        (
+            "the norm of the last parameter only",
+            "norms_sq_U = norms_sq_U + share.norms_sq()",
+            "norms_sq_U = share.norms_sq()",
+        ),
+        ("rounding may pass the clip norm", "clip_norm * (1 - SLACK * rounding)", "clip_norm * (1 + SLACK * rounding)"),
+        ("clipped by the squared norm", "clip_norm * (1 - SLACK * rounding) / norm_U", "clip_norm / norm_U.square()"),
+    ),
+    *mutations(
+        "test_grads_networks",
+        "grads/shares.py",
+        ("shared weights count once", "total = total + share.per_unit()", "total = total"),
+    ),
+    *mutations(
+        "test_grads_conformance",
+        "grads/shares.py",
+        (
+            "rows of a unit are averaged twice",
+            "return x.unflatten(0, (units, -1)).sum(1)",
+            "return x.unflatten(0, (units, -1)).mean(1)",
+        ),
+    ),
+    *mutations(
+        "test_grads_guarantee",
+        "grads/capture.py",
+        ("row weights are ignored", "grad_outputs=weights", "grad_outputs=torch.ones_like(weights)"),
+    ),
+    *mutations(
+        "test_grads_traces",
+        "grads/capture.py",
+        (
+            "changed activations pass",
+            "if any(tensor._version != version",
+            "if False and any(tensor._version != version",
+        ),
+        ("hooks stay behind", "            handle.remove()", "            pass"),
+    ),
+    *mutations(
+        "test_grads_guarantee",
+        "grads/engine.py",
+        ("only the last micro-batch counts", "sums[parameter] += part", "sums[parameter] = part"),
+    ),
+    *mutations(
+        "test_preflight",
+        "grads/admission.py",
+        ("mixing models pass", "    _refuse_mixing(model, loss_fn, probe)\n", ""),
+    ),
+    *mutations(
+        "test_grads_separability",
+        "grads/probe.py",
+        ("targets are never varied", "theirs.copy_(1 - theirs if", "theirs.copy_(theirs if True else 1 - theirs if"),
+    ),
+    *mutations(
+        "test_grads_separability",
+        "grads/admission.py",
+        ("another loss is not tried", 'getattr(loss_fn, "__code__", loss_fn), channels_last', "channels_last"),
+    ),
+    *mutations(
+        "test_preflight",
+        "grads/preflight.py",
+        ("preflight finds no mixing", "    findings += mixing\n", ""),
+        ("preflight finds no moving buffers", "findings = [*idle, *_moving(model, moved)]", "findings = [*idle]"),
+    ),
+    *mutations(
+        "test_grads_conformance",
+        "grads/rules/linear.py",
+        ("a bias is averaged over positions", "Kept(g_UTO.sum(1))", "Kept(g_UTO.mean(1))"),
+    ),
+    *mutations(
+        "test_grads_conformance",
+        "grads/rules/registry.py",
+        (
+            "subclasses inherit their parent's rule",
+            "entry = _ENTRIES.get(type(module))",
+            "entry = next((e for t, e in _ENTRIES.items() if isinstance(module, t)), None)",
+        ),
+    ),
+)
