@@ -155,7 +155,7 @@ def _next_life(folder: Path, killed: Path, counts: dict[str, int]) -> tuple[Path
     """The run finished before all kills were spent: check it, then kill another one."""
     if not (same(folder / "alone", killed, "weights.safetensors") and same(folder / "alone", killed, "ledger.jsonl")):
         raise SystemExit(f"{killed} differs from the run that was left alone")
-    (folder / "drawn").unlink()
+    (folder / "drawn").unlink(missing_ok=True)
     return folder / f"killed-after-{counts['kills']}", counts
 
 
