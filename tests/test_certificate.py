@@ -214,7 +214,7 @@ def test_the_text_gives_the_guarantee_in_plain_words_and_never_rounds_it_down(tm
     shown = float(text.split("Epsilon ")[1].split(" ")[0])
     assert made["epsilon"] <= shown <= made["epsilon"] * 1.001
     for phrase in ("add_remove of one example", "by RDP", "adding or removing one example", "wrongly accuse 1 in 100"):
-        assert phrase in text
+        assert phrase in text.replace("Adding", "adding")
     assert "Traceback" not in text
 
 
