@@ -8,22 +8,22 @@ from dpvision.recipes.recipe import Recipe
 
 
 def demo() -> Recipe:
-    """1,437 digits of 8×8 pixels, enlarged to 28, at epsilon 8: small data pays dearly for privacy.
+    """1,437 digits of 8×8 pixels, enlarged to 16, at epsilon 3: a linear layer on fixed wavelet features.
 
     Command: ``make demo`` or ``dpvision train --recipe demo``.
     """
     return Recipe(
         config=RunConfig(
             name="demo",
-            data=DataConfig(source="digits", image_size=28),
-            model=ModelConfig(name="shoefit_cnn", options={"activation": "tanh"}),
+            data=DataConfig(source="digits", image_size=16),
+            model=ModelConfig(name="scatter_linear", options={"image_size": 16}),
             privacy=PrivacyConfig(
-                target_epsilon=8.0, delta=1e-4, num_units=1437, expected_batch_size=720, steps=400, clip_norm=0.5
+                target_epsilon=3.0, delta=1e-4, num_units=1437, expected_batch_size=720, steps=100, clip_norm=0.5
             ),
             optimizer=OptimizerSettings(name="sgd", learning_rate=2.0, momentum=0.7),
-            averaging=AveragingSettings(kind="ema", decay=0.99),
+            averaging=AveragingSettings(kind="ema", decay=0.9),
         ),
         summary="handwritten digits that ship inside scikit-learn; about two minutes",
         paper="none: a demonstration",
-        ours="see docs/results.md",
+        ours="about 90 % at epsilon 3",
     )
