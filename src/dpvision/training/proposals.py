@@ -14,6 +14,7 @@ from dpvision.models import entry
 from dpvision.optim import AveragingSettings, OptimizerSettings
 
 SMALL_DATA = 20_000
+SMALL_MODELS = frozenset({"shoefit_cnn", "linear", "scatter_linear"})
 DEFAULT_IMAGE_SIZE = 32
 
 
@@ -54,22 +55,23 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
     if privacy.delta is None and privacy.enabled:
         choose("delta", propose_delta(num_units), "a power of ten clearly below 1 / num_units")
     model = config.model or propose_model(num_units, facts)
-    small = model.name in {"shoefit_cnn", "linear"}
+    small = model.name in SMALL_MODELS
     batch = privacy.expected_batch_size
     if batch is None:
         batch = float(propose_batch(num_units, small=small))
         choose("expected_batch_size", batch, "large batches win at a fixed epsilon")
     if privacy.steps is None:
-        steps = propose_steps(num_units, batch, privacy.target_epsilon or 8.0)
+        passes = 20 if model.name.startswith("scatter") else 40
+        steps = propose_steps(num_units, batch, privacy.target_epsilon or 8.0, passes=passes)
         choose("steps", steps, f"{steps * batch / num_units:.0f} passes; fewer when epsilon is small")
     if privacy.clip_norm is None and privacy.enabled:
         choose("clip_norm", 0.5 if small else 1.5, "the value that works for this family of models")
-    optimizer = config.optimizer or propose_optimizer(small=small)
+    optimizer = config.optimizer or propose_optimizer(model.name)
     if config.optimizer is None:
         text = f"{optimizer.name}, learning rate {optimizer.learning_rate:g}"
         choices.append(Choice("optimizer", text, "tuned for this family on public data"))
     if config.model is None:
-        choices.insert(0, Choice("model", model.name, "few parameters suit few units" if small else "enough data"))
+        choices.insert(0, Choice("model", model.name, "few parameters suit few units" if small else "enough units"))
     averaging = config.averaging
     if config.optimizer is None and averaging.kind == "none":
         averaging = AveragingSettings(kind="ema", decay=0.95)
@@ -92,9 +94,12 @@ def two_digits(count: int) -> int:
 
 
 def propose_model(num_units: int, facts: Facts) -> ModelConfig:
-    """A small tanh CNN for few units or small grey pictures, a ScaleResNet-9 for the rest."""
-    channels, height, _ = facts.image_shape
-    if num_units < SMALL_DATA or (channels == 1 and height <= DEFAULT_IMAGE_SIZE):
+    """Few units: a linear layer on fixed wavelet features. Many small grey ones: a tanh CNN. Else a ScaleResNet-9."""
+    channels, height, width = facts.image_shape
+    few = num_units < SMALL_DATA
+    if few and height % 4 == 0 and width % 4 == 0 and min(height, width) >= 8:
+        return ModelConfig(name="scatter_linear")
+    if few or (channels == 1 and height <= DEFAULT_IMAGE_SIZE):
         return ModelConfig(name="shoefit_cnn", options={"activation": "tanh"})
     return ModelConfig(name="scaleresnet9")
 
@@ -112,14 +117,16 @@ def propose_batch(num_units: int, *, small: bool) -> int:
     return max(1, min(wanted, num_units // 2))
 
 
-def propose_steps(num_units: int, batch: float, target_epsilon: float) -> int:
-    """About 40 passes at epsilon 3, fewer below, more above, and at least 50 steps."""
-    passes = 40 * min(2.0, max(0.25, (target_epsilon / 3) ** 0.5))
-    return max(50, min(2000, round(passes * num_units / batch)))
+def propose_steps(num_units: int, batch: float, target_epsilon: float, *, passes: int = 40) -> int:
+    """So many passes at epsilon 3, fewer below, more above, and at least 50 steps."""
+    scaled = passes * min(2.0, max(0.25, (target_epsilon / 3) ** 0.5))
+    return max(50, min(2000, round(scaled * num_units / batch)))
 
 
-def propose_optimizer(*, small: bool) -> OptimizerSettings:
-    """Momentum SGD for small tanh networks, NAdam for residual ones."""
-    if small:
+def propose_optimizer(model: str) -> OptimizerSettings:
+    """Momentum SGD for small models, NAdam for residual ones."""
+    if model.startswith("scatter"):
+        return OptimizerSettings(name="sgd", learning_rate=2.0, momentum=0.7)
+    if model in SMALL_MODELS:
         return OptimizerSettings(name="sgd", learning_rate=4.0, momentum=0.7)
     return OptimizerSettings(name="nadam", learning_rate=1e-3)
