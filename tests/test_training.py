@@ -13,9 +13,11 @@ import torch
 import dpvision.training.loop as loop_module
 from dpvision.accounting import mechanism_guarantee
 from dpvision.checks import ArgumentError, DPVisionError, PrivacyError
+from dpvision.keys import Keys
 from dpvision.ledger import charges_of, read_ledger
 from dpvision.mechanism import Mechanism
 from dpvision.training import resume, train
+from dpvision.training.binding import bound_keys
 from dpvision.training.budget import BudgetSpent
 from dpvision.training.loop import take_step
 from dpvision.training.release import write_release
@@ -175,6 +177,37 @@ def test_other_constants_for_the_pixels_are_another_configuration(tmp_path: Path
     edit_config(tmp_path / "run", "data", mean=[0.1])
     with pytest.raises(PrivacyError, match="pixels"):
         resume(tmp_path / "run")
+
+
+def test_a_changed_setting_is_another_configuration_and_needs_a_fork(tmp_path: Path, pictures: Path) -> None:
+    cut_off(tmp_path / "run", tiny_config(pictures), after=7)
+    edit_config(tmp_path / "run", "optimizer", learning_rate=0.25)
+    with pytest.raises(PrivacyError, match="config"):
+        resume(tmp_path / "run")
+    resume(tmp_path / "run", allow_fork=True)
+    assert training_charges(tmp_path / "run") == 12
+
+
+def test_every_fork_has_its_own_key_even_under_the_same_facts() -> None:
+    keys, facts = Keys.from_seed(1), {"run": "a", "data": "b"}
+    assert bound_keys(keys, facts, 0).derive("noise", 0) != bound_keys(keys, facts, 1).derive("noise", 0)
+    assert bound_keys(keys, facts, 0) == bound_keys(keys, dict(reversed(facts.items())), 0)
+
+
+def test_losing_checkpoints_from_before_a_fork_is_one_more_fork(tmp_path: Path, pictures: Path) -> None:
+    """Fork at step 8, then lose that checkpoint: steps 4 to 7 are taken again with other noise, and charged again."""
+    config = tiny_config(pictures, privacy={"steps": 40})
+    cut_off(tmp_path / "run", config, after=9)
+    edit_config(tmp_path / "run", "optimizer", learning_rate=0.25)
+    come_back(tmp_path / "run", allow_fork=True, device="cpu")[0].folder.close()
+    newest = sorted((tmp_path / "run" / "private" / "checkpoints").glob("step-00000008-*"))
+    assert newest
+    for path in newest:
+        path.write_bytes(b"damaged")
+    assert resume(tmp_path / "run").outcome == "budget_spent"
+    entries = read_ledger(tmp_path / "run" / "release" / "ledger.jsonl")
+    assert [e.payload["step"] for e in entries if e.kind == "fork"] == [8, 4]
+    assert training_charges(tmp_path / "run") == 40
 
 
 def test_the_key_of_another_run_is_refused(tmp_path: Path, pictures: Path) -> None:

@@ -34,7 +34,6 @@ TRAINING = (
         "test_training",
         "training/release.py",
         ("weights moved by hand are certified", "    session.optimizer.check_untouched()\n", ""),
-        ("a seed is not stamped", "hand_seeded=session.keys.hand_seeded", "hand_seeded=False"),
     ),
     *mutations(
         "test_training",
