@@ -168,6 +168,8 @@ def test_check_names_the_module_that_mixes_pictures(tmp_path: Path) -> None:
     assert result.exit_code == 1
     findings = json.loads(result.stdout)["findings"]
     assert any(finding["fatal"] and finding["module"].startswith("1") for finding in findings)
+    (change,) = json.loads(result.stdout)["make_private_ready"]
+    assert "GroupNorm" in change
     assert dpvision("check", "resnet9").exit_code == 0
 
 

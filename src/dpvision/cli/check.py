@@ -34,16 +34,31 @@ def check(
         network = _find(model, in_channels=in_channels, num_classes=num_classes, options=parse_options(option))
         findings = inspect_model(network, image_shape=(in_channels, image_size, image_size), num_classes=num_classes)
         fatal = any(finding.fatal for finding in findings)
+        changes = _changes(network, (in_channels, image_size, image_size), num_classes) if fatal else None
         if json:
             rows = [{"module": f.module, "problem": f.problem, "remedy": f.remedy, "fatal": f.fatal} for f in findings]
-            print_json({"model": model, "ready": not fatal, "findings": rows})
+            print_json({"model": model, "ready": not fatal, "findings": rows, "make_private_ready": changes})
         else:
             for finding in findings:
                 kind = "problem" if finding.fatal else "note"
                 typer.echo(f"{kind}: {printable(finding.module)}: {finding.problem} {finding.remedy}".rstrip())
             typer.echo(f"{printable(model)} is {'NOT ' if fatal else ''}ready for private training")
+            if changes:
+                typer.echo("dpvision.models.make_private_ready(model) would make it ready:")
+                for change in changes:
+                    typer.echo(f"  {printable(change)}")
         if fatal:
             raise typer.Exit(PROBLEMS_FOUND)
+
+
+def _changes(network: nn.Module, image_shape: tuple[int, int, int], num_classes: int) -> list[str] | None:
+    """What ``make_private_ready`` would change, if that is enough to make the model ready; else None."""
+    from dpvision.models import make_private_ready
+    from dpvision.training.session import inspect_model
+
+    ready, changes = make_private_ready(network)
+    findings = inspect_model(ready, image_shape=image_shape, num_classes=num_classes)
+    return None if any(finding.fatal for finding in findings) else [str(change) for change in changes]
 
 
 def _find(name: str, *, in_channels: int, num_classes: int, options: dict[str, bool | int | float | str]) -> nn.Module:
