@@ -41,7 +41,7 @@ def check(
         else:
             for finding in findings:
                 kind = "problem" if finding.fatal else "note"
-                typer.echo(f"{kind}: {printable(finding.module)}: {finding.problem} {finding.remedy}".rstrip())
+                typer.echo(f"{kind}: {printable(str(finding))}")
             typer.echo(f"{printable(model)} is {'NOT ' if fatal else ''}ready for private training")
             if changes:
                 typer.echo("dpvision.models.make_private_ready(model) would make it ready:")
