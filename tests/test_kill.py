@@ -8,7 +8,7 @@ from tools.kill_runs import kill_and_resume
 
 
 def test_a_killed_and_resumed_run_equals_the_one_left_alone_and_reports_every_noise_draw(tmp_path: Path) -> None:
-    counts = kill_and_resume(tmp_path, kills=3, steps=40, seed=7)
+    counts = kill_and_resume(tmp_path, kills=3, steps=30, seed=7)
     assert counts["kills"] == 3
     assert counts["under_reported"] == 0
     assert counts["weights_equal"]

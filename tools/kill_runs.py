@@ -22,7 +22,7 @@ import numpy as np
 
 from dpvision.ledger import Ledger
 
-DELAY = 0.02
+DELAY = 0.1
 """Seconds that a step is made longer by, so that most kills hit between charge and checkpoint."""
 RUNNER = """
 import hashlib, shutil, sys, time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from rich.console import Console
@@ -42,7 +43,8 @@ class TerminalProgress:
         """Move the bar."""
         if self._bar is None:
             return
-        text = "no privacy" if epsilon_bound is None else f"ε ≤ {epsilon_bound:.3f}"
+        # Rounded up: a bound that is shown must be one.
+        text = "no privacy" if epsilon_bound is None else f"ε ≤ {math.ceil(epsilon_bound * 1000) / 1000:.3f}"
         self._bar.update(self._task, completed=done, epsilon=text)
 
     def evaluated(self, point: dict[str, Any]) -> None:
