@@ -63,7 +63,7 @@ def _go_on(session: Session, watcher: Watcher) -> RunResult:
     with stop_on_signals() as stop:
         try:
             outcome = run_steps(session, watcher, stop)
-            session.final = measure(session)
+            session.final = session.final or measure(session)  # the last step of a plan is evaluated already
             session.save_checkpoint()
             return write_release(session, outcome=outcome)
         finally:

@@ -62,6 +62,7 @@ def take_step(session: Session) -> None:
     with keyed_randomness(session):
         _take_step(session)
     session.step += 1
+    session.final = None
 
 
 def _take_step(session: Session) -> None:
@@ -123,6 +124,7 @@ def evaluate_now(session: Session, watcher: Watcher) -> None:
         "loss": metrics.loss,
     }
     session.curve.append(point)
+    session.final = metrics
     session.optimizer.report_public_metric(metrics.loss)
     watcher.evaluated(point)
 
