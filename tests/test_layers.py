@@ -13,7 +13,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "dpvision"
 LAYERS = (
     ("checks", "keys", "files"),
     ("mechanism", "flow"),
-    ("accounting", "data", "models"),
+    ("accounting", "data", "models", "native"),
     ("grads", "noise", "optim", "ledger"),
     ("config", "runfolder", "evaluate", "certificate"),
     ("training", "verify"),

@@ -229,7 +229,14 @@ def test_an_unknown_name_is_refused_with_close_ones() -> None:
         ("scatter_linear", {"feature_mean": [0.0] * 243}),
         ("scatter_linear", {"standardise": "constants", "feature_std": [0.0] * 243}),
         ("scatter_linear", {"image_size": 4}),
-        ("scatter_cnn", {"layout": "sepia"}),
+        ("scatter_linear", {"standardise": "batch"}),
+        ("resnet9", {"groups": "8,8"}),
+        ("resnet9", {"groups": "8,8,x,8"}),
+        ("resnet9", {"groups": 8.5}),
+        ("smoothnet", {"depth": float("nan")}),
+        ("smoothnet", {"width": "wide"}),
+        ("nf_resnet50", {"stochastic_depth": 1.0}),
+        ("nfnet_f0", {"dropout": -0.1}),
     ],
 )
 def test_nonsense_is_refused_in_one_line(name: str, options: dict) -> None:

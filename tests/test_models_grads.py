@@ -15,7 +15,7 @@ from dpvision.grads.reference import clipped_sum_by_func
 from dpvision.grads.rules import rule_for
 from dpvision.models import initialise
 from dpvision.models.catalogue import _checked
-from dpvision.models.wrn import wrn
+from dpvision.models.wrn import WideResNet
 
 Build = Callable[[], nn.Module]
 
@@ -33,7 +33,7 @@ def from_catalogue(name: str, **options: object) -> Build:
 def narrow_wrn(**options: object) -> Build:
     def build() -> nn.Module:
         with initialise.seeded(0):
-            return wrn(num_classes=3, in_channels=2, depth=10, width=1, **options)
+            return WideResNet(num_classes=3, in_channels=2, depth=10, width=1, **options).build()
 
     return build
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpvision import models
 from dpvision.models import initialise
 from dpvision.models.layers import WSConv2d
-from dpvision.models.nfnet import NFBlock, nf_resnet, nfnet
+from dpvision.models.nfnet import F0, NFBlock, nf_resnet, nfnet
 from dpvision.models.resnet9 import ResNet9
 from dpvision.models.smoothnet import Stage
 from dpvision.models.wrn import WideBlock
@@ -92,7 +92,7 @@ def test_nf_resnets_know_the_variance_of_their_signal(depth: int) -> None:
 
 @pytest.mark.parametrize("make", [nf_resnet, nfnet])
 def test_nf_blocks_keep_unit_variance_at_initialisation(make: Callable[..., nn.Module]) -> None:
-    kind = {"depth": 50} if make is nf_resnet else {"variant": "f0"}
+    kind = {"depth": 50} if make is nf_resnet else {"size": F0}
     with initialise.seeded(0):
         model = make(num_classes=10, in_channels=3, skip_gain=1.0, **kind)
     for block in [m for m in model.modules() if isinstance(m, NFBlock)]:

@@ -1,40 +1,119 @@
-"""``dpvision bench``: how long a private step takes, beside an ordinary one."""
+"""``dpvision bench``: time and memory of a private step beside an ordinary one and the peers'."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
-from dpvision.cli.output import print_json, user_errors
+from dpvision.cli.output import print_json, printable, user_errors
+
+if TYPE_CHECKING:
+    from dpvision.bench import Figures, Item
+
+Count = int | None
 
 
 def bench(
-    model: Annotated[str, typer.Option(help="A model's name; `dpvision models` lists them.")] = "shoefit_cnn",
-    batch: Annotated[int, typer.Option(help="Pictures in a step.")] = 256,
-    image_size: Annotated[int, typer.Option(help="Side of a picture.")] = 28,
-    in_channels: Annotated[int, typer.Option(help="Channels of a picture.")] = 1,
+    model: Annotated[str | None, typer.Option(help="A model's name. Default: shoefit_cnn.")] = None,
+    batch: Annotated[Count, typer.Option(help="Privacy units in a step. Default: 256.")] = None,
+    image_size: Annotated[Count, typer.Option(help="Side of a picture (1: features). Default: the paper's.")] = None,
+    in_channels: Annotated[Count, typer.Option(help="Channels of a picture. Default: the paper's.")] = None,
+    views: Annotated[Count, typer.Option(help="Rows per unit, ordinary steps have as many. Default: 1.")] = None,
+    microbatch_size: Annotated[Count, typer.Option(help="Units at a time. Default: chosen.")] = None,
+    suite: Annotated[
+        str | None, typer.Option(help="targets, catalogue, scaling or quick; several with commas.")
+    ] = None,
+    contenders: Annotated[str | None, typer.Option(help="Names with commas, instead of everybody.")] = None,
+    compile_: Annotated[bool, typer.Option("--compile", help="Also the variants that are compiled.")] = False,
     repeats: Annotated[int, typer.Option(help="Interleaved rounds.")] = 7,
-    microbatch_size: Annotated[int | None, typer.Option(help="Units at a time. Default: chosen.")] = None,
+    threads: Annotated[Count, typer.Option(help="Threads of every contender. Default: torch's.")] = None,
+    memory: Annotated[bool, typer.Option(help="Measure peak memory, each contender in its own process.")] = True,
+    breakdown: Annotated[bool, typer.Option(help="Measure the parts of a private step.")] = True,
+    read: Annotated[list[Path] | None, typer.Option(help="Figures of an earlier --json, instead of a run.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write a page, its chart and raw figures, e.g. to x.md.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print figures as JSON on stdout.")] = False,
 ) -> None:
-    """Time private, ordinary and Opacus's steps in turn; medians, as ratios to the ordinary step.
+    """Time private, ordinary and Opacus's steps in turn: medians, as ratios to the ordinary eager step.
 
-    Example: dpvision bench --model resnet9 --batch 128 --image-size 32 --in-channels 3
+    Example: dpvision bench --model resnet9 --batch 128 --contenders channels-last,dpvision-native,opacus-hooks
     """
     with user_errors():
-        from dpvision.bench import Workload, run
-        from dpvision.checks import ArgumentError
+        from dpvision.bench import Settings, run
+        from dpvision.bench.page import require_writable, write_page
+        from dpvision.bench.table import terminal_lines
 
-        if repeats < 1:
-            raise ArgumentError(f"repeats must be a whole number >= 1, got {repeats}.")
-        workload = Workload(
-            model=model, batch=batch, image_size=image_size, in_channels=in_channels, microbatch_size=microbatch_size
+        settings = Settings(
+            contenders=None if contenders is None else _names(contenders),
+            compile=compile_,
+            repeats=repeats,
+            threads=threads,
+            memory=memory,
+            breakdown=breakdown,
         )
-        figures = run(workload, repeats=repeats)
+        workload = {"model": model, "batch": batch, "image_size": image_size, "in_channels": in_channels}
+        workload |= {"views": views, "microbatch_size": microbatch_size}
+        asked = {name: value for name, value in workload.items() if value is not None}
+        if write is not None:
+            require_writable(write)
+        if read:
+            figures = _earlier(read, asked if suite is None else {**asked, "suite": suite})
+        else:
+            items = _items(asked) if suite is None else _suites(suite, asked)
+            with _progress() as progress:
+                figures = run(items, settings, progress)
+        if write is not None:
+            write_page(figures, write)
         if json:
-            print_json(figures)
+            print_json(figures.to_dict())
             return
-        typer.echo(f"{model}, batch {batch}, {image_size} px, {figures['threads']} threads, median of {repeats}")
-        for row in figures["rows"]:
-            typer.echo(f"  {row['name']:26} {row['seconds'] * 1000:9.1f} ms   {row['ratio']:5.2f}")
+        for line in terminal_lines(figures):
+            typer.echo(line)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
+def _items(asked: dict[str, Any]) -> list[Item]:
+    from dpvision.bench import Item, Workload
+
+    return [Item(suite="one workload", workload=Workload.of(**{"model": "shoefit_cnn", "batch": 256, **asked}))]
+
+
+def _suites(names: str, asked: dict[str, Any]) -> list[Item]:
+    from dpvision.bench import suite
+
+    _refuse_both("suite", asked)
+    return [item for name in _names(names) for item in suite(name)]
+
+
+def _earlier(paths: list[Path], asked: dict[str, Any]) -> Figures:
+    """The figures of earlier runs as one."""
+    from dpvision.bench.figures import joined, load
+
+    _refuse_both("read", asked)
+    return joined([load(path) for path in paths])
+
+
+def _refuse_both(chosen: str, asked: dict[str, Any]) -> None:
+    from dpvision.checks import ArgumentError
+
+    if asked:
+        raise ArgumentError(f"--{chosen} brings its own workloads, got {', '.join(asked)} as well. Leave one out.")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """One line on stderr that says what is going on; drawn between steps only, never while one is timed."""
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("")
+        yield lambda text: bar.update(task, description=escape(printable(text)), refresh=True)

@@ -8,9 +8,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from dpvision.checks import PrivacyError
+from dpvision import native
+from dpvision.checks import ArgumentError, PrivacyError
 from dpvision.flow import Microbatch
+from dpvision.grads.fast import fast_twin, frozen_values
 from dpvision.grads.mixing import mixing_place, suspected_place
+from dpvision.grads.performance import Performance
 from dpvision.grads.plan import Plan, search
 from dpvision.grads.probe import probe_like, repeated, restored, same_draws
 from dpvision.grads.refusals import mixture, movement, wrong_gradients
@@ -22,15 +25,19 @@ _UNITS: Final = 2
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, Plan]] = WeakKeyDictionary()
 
 
-def plan_for(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, *, channels_last: bool = True) -> Plan:
+def plan_for(
+    model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance | None = None
+) -> Plan:
     """The model's plan, made on first use and again whenever its modules, modes or trainable parameters change.
 
     Guarantee: raises PrivacyError for a model that mixes units, moves buffers, or whose gradients can't be had.
     """
-    signature = (_signature(model, microbatch), getattr(loss_fn, "__code__", loss_fn), channels_last)
+    performance = performance or Performance()
+    speed = (performance.channels_last, performance.kernels)
+    signature = (_signature(model, microbatch), getattr(loss_fn, "__code__", loss_fn), speed)
     known = _KNOWN.get(model)
     if known is None or known[0] != signature:
-        plan, proved = _make(model, loss_fn, microbatch, channels_last=channels_last)
+        plan, proved = _make(model, loss_fn, microbatch, performance)
         if not proved:
             # Nothing can be compared while gradients are not finite; such units contribute zero in any case.
             return plan
@@ -43,7 +50,8 @@ def _signature(model: nn.Module, microbatch: Microbatch) -> Any:
     modules = tuple((name, id(module), _switches(module)) for name, module in model.named_modules())
     parameters = tuple((name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False))
     inputs = microbatch.inputs
-    return modules, parameters, inputs.shape[1:], inputs.dtype, inputs.device, microbatch.row_weights_UR.shape[1]
+    rows = (inputs.shape[1:], inputs.dtype, inputs.device, microbatch.row_weights_UR.shape[1])
+    return modules, parameters, rows, frozen_values(model)
 
 
 def _switches(module: nn.Module) -> tuple[Any, ...]:
@@ -51,14 +59,36 @@ def _switches(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, value) for name, value in vars(module).items() if isinstance(value, (bool, str)))
 
 
-def _make(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, *, channels_last: bool) -> tuple[Plan, bool]:
+def _make(
+    model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance
+) -> tuple[Plan, bool]:
     probe = _finite_probe(model, loss_fn, microbatch)
     drew = _refuse_movement(model, loss_fn, probe)
     _refuse_mixing(model, loss_fn, probe)
-    found = search(model, loss_fn, probe, evaluate=drew, channels_last=channels_last)
+    found = search(
+        model,
+        loss_fn,
+        probe,
+        evaluate=drew,
+        channels_last=performance.channels_last,
+        twin=_twin(model, probe, performance),
+    )
     if found.wrong:
         raise PrivacyError(wrong_gradients(found.wrong, suspected_place(model, loss_fn, probe)))
     return found.plan, found.proved
+
+
+def _twin(model: nn.Module, probe: Microbatch, performance: Performance) -> nn.Module | None:
+    """The fast twin, where the settings and the inputs allow one."""
+    kernels = performance.kernels
+    if kernels == "native" and not native.available():
+        raise ArgumentError(f"native kernels are not at hand: {native.reason()}. Choose kernels auto or plain.")
+    pictures = probe.inputs.dim() == 4 and probe.inputs.dtype == torch.float32 and probe.inputs.device.type == "cpu"
+    if kernels == "plain" or not performance.channels_last or not pictures:
+        return None
+    if kernels == "auto" and not native.available():
+        return None
+    return fast_twin(model, compiled=kernels == "compiled")
 
 
 def _finite_probe(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> Microbatch:

@@ -25,7 +25,9 @@ from dpvision.grads.duties import Duty
 class Call:
     """One call of a module: inputs, and for each output tensor the place of its gradient in the graph.
 
-    ``outputs`` (shapes) and ``gradients`` follow the flattened output; ``None`` is for what has no gradient.
+    ``outputs`` (shapes) and ``gradients`` follow the flattened output; ``None`` is for what has no gradient. A module
+    that takes its parameters once for each row has these in the place of outputs, in the order of ``names``. ``y`` is
+    the output itself, of a module that asks for it to be kept.
     """
 
     duty: Duty
@@ -35,6 +37,8 @@ class Call:
     edges: list[GradientEdge]
     versions: list[tuple[Tensor, int]]
     gradients: list[Tensor | None] = field(default_factory=list)
+    names: tuple[str, ...] = ()
+    y: Tensor | None = None
 
     @property
     def reaches_loss(self) -> bool:
@@ -75,6 +79,8 @@ def backpropagate(calls: list[Call], losses: Tensor, weights: Tensor) -> None:
 
 
 def _watch(duty: Duty, calls: list[Call]) -> list[Any]:
+    if hasattr(duty.module, "per_row"):
+        return [duty.module.register_forward_pre_hook(_before_per_row(duty, calls), with_kwargs=True)]
     if duty.rule is not None:
         # First in line: hooks of the user may replace the output, and their work is not the layer's.
         return [duty.module.register_forward_hook(_after_rule(duty, calls), with_kwargs=True, prepend=True)]
@@ -102,8 +108,26 @@ def _after_rule(duty: Duty, calls: list[Call]) -> Callable[..., Any]:
         # Writing into a view in place cuts the old node out of the graph, so a view is copied first.
         seen = output.clone() if output._is_view() else output
         inputs = (args[0] if args else kwargs.get("input", next(iter(kwargs.values()))),)
-        calls.append(_record(duty, _Entry(inputs, {}, _versions(inputs)), [seen]))
+        call = _record(duty, _Entry(inputs, {}, _versions(inputs)), [seen])
+        if getattr(duty.module, "keeps_output", False):
+            call.y = seen.detach()
+        calls.append(call)
         return seen
+
+    return hook
+
+
+def _before_per_row(duty: Duty, calls: list[Call]) -> Callable[..., Any]:
+    """Give the module its parameters once for each row: the loss's gradient at these is each row's own."""
+    wanted = {name for target in duty.targets for name in target.names}
+
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        per_row: dict[str, Tensor] = module.per_row(args[0].shape[0])
+        mine = {name: rows for name, rows in per_row.items() if name in wanted}
+        call = _record(duty, _Entry(args[:1], {}, _versions(args[:1])), list(mine.values()))
+        call.names = tuple(mine)
+        calls.append(call)
+        return args, {**kwargs, "per_row": per_row}
 
     return hook
 

@@ -34,6 +34,8 @@ def clip_factors(
 def clipped_sums(shares: dict[nn.Parameter, Share], real_U: Tensor, clip_norm: float) -> dict[nn.Parameter, Tensor]:
     """Each unit's gradient over all parameters scaled to at most ``clip_norm``, then added up over units.
 
+    The sums still want their share's ``finish``.
+
     Guarantee: one unit moves the result by at most ``clip_norm`` in L2, all parameters together.
     """
     norms_sq_U = torch.zeros(real_U.shape, dtype=torch.float64, device=real_U.device)

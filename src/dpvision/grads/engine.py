@@ -17,12 +17,14 @@ from dpvision.checks import PrivacyError, Problems
 from dpvision.flow import Batch, ClippedSum, Microbatch, Sampling
 from dpvision.grads.admission import plan_for
 from dpvision.grads.clip import clipped_sums
-from dpvision.grads.duties import Duty, duties_of, trainable
+from dpvision.grads.duties import duties_of, trainable
+from dpvision.grads.fast import filters_held
 from dpvision.grads.performance import Performance
 from dpvision.grads.plan import Plan
 from dpvision.grads.probe import same_attributes, stored
 from dpvision.grads.refusals import movement
-from dpvision.grads.units import LossFunction, unit_gradients
+from dpvision.grads.totals import Totals
+from dpvision.grads.units import LossFunction, UnitGradients, unit_gradients
 
 _MOST_UNITS: Final = 512
 
@@ -66,32 +68,50 @@ def clipped_sum_of_batch(
     problems = Problems()
     problems.positive("clip_norm", clip_norm)
     problems.raise_if_any()
-    parameters = trainable(model)
-    # Float64, because rounding in a long float32 sum could let one unit move it by more than clip_norm.
-    sums = {p: torch.zeros_like(p.detach(), dtype=torch.float64) for p in parameters.values()}
-    duties: tuple[Duty, ...] = ()
-    plan: Plan | None = None
+    totals = Totals()
     with _unmoved(model):
-        for microbatch in batch.microbatches(_microbatch_size(model, loss_fn, batch, performance)):
-            if plan is None:
-                plan = plan_for(model, loss_fn, microbatch, channels_last=performance.channels_last)
-                duties = duties_of(model, plan.exceptions)
-            found = unit_gradients(model, loss_fn, plan.arranged(microbatch), duties, plan.layouts)
+        for microbatch, found in _each_microbatch(model, loss_fn, batch, performance):
             real_U = microbatch.row_weights_UR.ne(0).any(1)
-            for parameter, part in clipped_sums(found.shares, real_U, clip_norm).items():
-                sums[parameter] += part
-    return ClippedSum({name: sums[parameter] for name, parameter in parameters.items()}, clip_norm)
+            totals.add(clipped_sums(found.shares, real_U, clip_norm), found.shares)
+    return ClippedSum(totals.gradients(trainable(model)), clip_norm)
 
 
-def _microbatch_size(model: nn.Module, loss_fn: LossFunction, batch: Batch, performance: Performance) -> int:
+def unclipped_sum_of_batch(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, *, performance: Performance
+) -> dict[str, Tensor]:
+    """The units' gradients added up by the same engine without a bound on any of them: no guarantee whatever.
+
+    It shows what clipping costs, and nothing that protects anybody may be built on it.
+    """
+    totals = Totals()
+    with _unmoved(model):
+        for microbatch, found in _each_microbatch(model, loss_fn, batch, performance):
+            ones_U = microbatch.row_weights_UR.ne(0).any(1).to(torch.float64)
+            totals.add({p: share.weighted_sum(ones_U, None) for p, share in found.shares.items()}, found.shares)
+    return totals.gradients(trainable(model))
+
+
+def _each_microbatch(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, performance: Performance
+) -> Iterator[tuple[Microbatch, UnitGradients]]:
+    """The per-unit gradients of one micro-batch after the other."""
+    first = next(batch.microbatches(1), None)
+    if first is None:
+        return
+    plan = plan_for(model, loss_fn, first, performance)
+    network = plan.network(model)
+    duties = duties_of(network, plan.exceptions)
+    with filters_held(network):
+        for microbatch in batch.microbatches(_microbatch_size(plan, performance)):
+            arranged = plan.arranged(microbatch)
+            yield arranged, unit_gradients(network, loss_fn, arranged, duties, plan.layouts)
+
+
+def _microbatch_size(plan: Plan, performance: Performance) -> int:
     """As asked for, or as many units as fit the memory that a micro-batch may take."""
     if performance.microbatch_size is not None:
         return performance.microbatch_size
-    first = next(batch.microbatches(1), None)
-    if first is None:
-        return 1
-    needed = plan_for(model, loss_fn, first, channels_last=performance.channels_last).bytes_per_unit
-    return max(1, min(_MOST_UNITS, performance.memory_mib * 2**20 // max(1, needed)))
+    return max(1, min(_MOST_UNITS, performance.memory_mib * 2**20 // max(1, plan.bytes_per_unit)))
 
 
 @contextmanager

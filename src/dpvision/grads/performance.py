@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,10 +13,14 @@ class Performance(BaseModel):
 
     ``microbatch_size`` counts units; ``None`` lets the engine choose so that a micro-batch stays near ``memory_mib``.
     ``channels_last`` lays pictures out channel by channel, where the model takes them so: faster on a CPU.
+    ``kernels`` says what computes: "native" compiled C++ where it is at hand and the layer fits (refused where it is
+    not at hand), "compiled" fused norms by ``torch.compile``, "plain" PyTorch's own operations; "auto" is native if
+    possible, else plain.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     microbatch_size: int | None = Field(default=None, ge=1)
     channels_last: bool = True
+    kernels: Literal["auto", "native", "compiled", "plain"] = "auto"
     memory_mib: int = Field(default=256, ge=1)

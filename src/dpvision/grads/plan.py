@@ -33,12 +33,17 @@ _TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 0.1}
 @final
 @dataclass(frozen=True)
 class Plan:
-    """Who answers for which parameter, where the rows are, and what a unit needs in memory."""
+    """What is run, who answers for which parameter, where the rows are, and what a unit needs in memory."""
 
     exceptions: Exceptions
     layouts: Layouts
     bytes_per_unit: int
     channels_last: bool
+    twin: nn.Module | None = None
+
+    def network(self, model: nn.Module) -> nn.Module:
+        """What is run in the model's place: its fast twin with the same parameters, or the model itself."""
+        return model if self.twin is None else self.twin
 
     def arranged(self, microbatch: Microbatch) -> Microbatch:
         """The micro-batch in the memory format of the plan."""
@@ -56,14 +61,25 @@ class Found:
 
 
 def search(
-    model: nn.Module, loss_fn: LossFunction, probe: Microbatch, *, evaluate: bool, channels_last: bool = True
+    model: nn.Module,
+    loss_fn: LossFunction,
+    probe: Microbatch,
+    *,
+    evaluate: bool,
+    channels_last: bool = True,
+    twin: nn.Module | None = None,
 ) -> Found:
-    """Find a plan whose gradients are those of single units; in evaluation mode for a model that draws."""
+    """Find a plan whose gradients are those of single units; in evaluation mode for a model that draws.
+
+    ``twin`` is tried first, and used only if it gives these very gradients.
+    """
     units = range(probe.row_weights_UR.shape[0])
     with restored(model), same_draws(probe.inputs.device), evaluation_mode(model, when=evaluate):
         _calls(model, loss_fn, probe, duties_of(model, Exceptions()))
         alone = [_gradients_alone(model, loss_fn, probe, unit) for unit in units]
-        plan, wrong = _search_formats(model, loss_fn, probe, alone, channels_last=channels_last)
+        plan, wrong = _search_twin(model, twin, loss_fn, probe, alone), []
+        if plan is None:
+            plan, wrong = _search_formats(model, loss_fn, probe, alone, channels_last=channels_last)
     return Found(plan, wrong, all(math.isfinite(_norm(one)) for one in alone))
 
 
@@ -81,6 +97,22 @@ def _gradients_alone(model: nn.Module, loss_fn: LossFunction, probe: Microbatch,
     weights = alone.row_weights_UR.reshape(-1).to(losses.dtype)
     found = torch.autograd.grad(losses, list(parameters.values()), weights, allow_unused=True, materialize_grads=True)
     return dict(zip(parameters, found, strict=True))
+
+
+def _search_twin(
+    model: nn.Module, twin: nn.Module | None, loss_fn: LossFunction, probe: Microbatch, alone: list[dict[str, Tensor]]
+) -> Plan | None:
+    """The fast twin, if it works for this model in the usual way and gives the model's gradients."""
+    if twin is None:
+        return None
+    probe = with_channels_last(probe)
+    try:
+        layouts, misfits = _find_layouts(twin, loss_fn, probe, duties_of(twin, Exceptions()))
+        plan = Plan(Exceptions(), layouts, 0, channels_last=True, twin=twin)
+        memory, wrong = (0, misfits) if misfits else _try_out(model, loss_fn, probe, plan, alone)
+    except (RuntimeError, PrivacyError):
+        return None  # the model itself is examined next, and refused there if it must be
+    return None if wrong else replace(plan, bytes_per_unit=memory)
 
 
 def _search_formats(
@@ -155,7 +187,8 @@ def _try_out(
 ) -> tuple[int, list[str]]:
     """Bytes that a unit holds, and the parameters whose gradients are not those of a unit by itself."""
     units = probe.row_weights_UR.shape[0]
-    step = unit_gradients(model, loss_fn, probe, duties_of(model, plan.exceptions), plan.layouts)
+    network = plan.network(model)
+    step = unit_gradients(network, loss_fn, probe, duties_of(network, plan.exceptions), plan.layouts)
     sizes = [_norm(one) for one in alone]
     wrong = [
         name
@@ -176,7 +209,7 @@ def _right(share: Share | None, alone: list[Tensor], sizes: list[float]) -> bool
             continue
         only = torch.zeros(units, dtype=torch.float64, device=gradient.device)
         only[unit] = 1.0
-        found = torch.zeros_like(gradient) if share is None else share.weighted_sum(only, None)
+        found = torch.zeros_like(gradient) if share is None else share.finish(share.weighted_sum(only, None))
         true_norm = float(gradient.double().norm())
         room = tolerance * (true_norm + size / 100)
         if not float((found - gradient).double().norm()) <= room or not abs(norms[unit] - true_norm) <= room:

@@ -6,12 +6,15 @@ Shapes: U units, D entries of a parameter, T positions, I inputs, O outputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Final, final
 
 import torch
 from torch import Tensor
 
 _RUN: Final = 512
+Finish = Callable[[Tensor], Tensor]
+"""A linear map that depends on weights alone, so that it can wait until all units are added up."""
 
 
 class Share(ABC):
@@ -26,7 +29,15 @@ class Share(ABC):
 
     @abstractmethod
     def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
-        """The sum of ``factor_U[u]`` times unit u's gradient; units marked in ``dead_U`` are left out, NaN or not."""
+        """The sum of ``factor_U[u]`` times unit u's gradient; units marked in ``dead_U`` are left out, NaN or not.
+
+        ``finish`` turns it, or a sum of such sums over micro-batches, into the parameter's gradient.
+        """
+
+    @property
+    def finish(self) -> Finish:
+        """From weighted sums, in whatever order is cheapest, to the parameter's own gradient; holds no activations."""
+        return _as_it_is
 
     @property
     def held_bytes(self) -> int:
@@ -60,6 +71,10 @@ class Kept(Share):
 
     def per_unit(self) -> Tensor:
         return self._gradient
+
+
+def _as_it_is(total: Tensor) -> Tensor:
+    return total
 
 
 def added(shares: list[Share]) -> Share:

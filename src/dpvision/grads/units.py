@@ -122,5 +122,6 @@ def _shares_of(call: Call, place: Layout, units: int) -> dict[nn.Parameter, Shar
     if gradient is None:
         return {}
     wanted = frozenset(name for target in duty.targets for name in target.names)
-    shares = duty.rule(LayerCall(duty.module, call.args[0].detach(), gradient, units, wanted))
+    per_row = {name: rows for name, rows in zip(call.names, call.gradients, strict=False) if rows is not None}
+    shares = duty.rule(LayerCall(duty.module, call.args[0].detach(), gradient, units, wanted, per_row, call.y))
     return {target.parameter: shares[name] for target in duty.targets for name in target.names}

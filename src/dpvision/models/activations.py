@@ -1,4 +1,4 @@
-"""Activations by name."""
+"""Activations by name. None works in place, because per-unit gradients need what an in-place layer overwrites."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from dpvision.checks import ArgumentError
 
 @final
 class TemperedSigmoid(nn.Module):
-    """``scale · sigmoid(temperature · x) − offset``; (2, 2, 1) is tanh, (1, 1, 0) the logistic function."""
+    """``scale · sigmoid(temperature · x) − offset``; (2, 2, 1) is tanh, (1, 1, 0) the logistic function.
+
+    Bounded activations keep per-unit gradients small, so that clipping takes less of them (Papernot et al. 2021).
+    """
 
     def __init__(self, scale: float = 2.0, temperature: float = 2.0, offset: float = 1.0) -> None:
         super().__init__()
@@ -31,7 +34,10 @@ class TemperedSigmoid(nn.Module):
 
 @final
 class UnitVariance(nn.Module):
-    """An activation times the constant that gives it unit variance on standard normal input (NF networks)."""
+    """An activation times the constant that gives it unit variance on standard normal input (NF networks).
+
+    The mean of the output is not zero; the standardised filters that follow take it away.
+    """
 
     def __init__(self, function: nn.Module, factor: float) -> None:
         super().__init__()

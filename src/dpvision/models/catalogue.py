@@ -59,4 +59,4 @@ def _checked(name: str, *, num_classes: int, in_channels: int, options: dict[str
     allowed = ", ".join(found.options) or "none"
     problems.require(not unknown, f"{name} has no option {', '.join(unknown)}. Allowed options: {allowed}.")
     problems.raise_if_any()
-    return functools.partial(found.factory, num_classes=num_classes, in_channels=in_channels, **options)
+    return functools.partial(found.build, num_classes=num_classes, in_channels=in_channels, **options)

@@ -1,4 +1,8 @@
-"""DenseNet-121 with GroupNorm, as SmoothNet's baseline: the ImageNet stem, unmodified."""
+"""DenseNet-121 with GroupNorm, as SmoothNet's baseline (FACTS §4): the ImageNet stem, unmodified.
+
+Four blocks of 6, 12, 24 and 16 layers that each append 32 channels; between blocks a 1×1 convolution halves the
+channels and a pool the picture. On 32 pixels the last block sees one pixel.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ GROWTH = 32
 
 @final
 class DenseLayer(nn.Module):
-    """``[x, f(x)]`` with f = norm, act, 1×1 convolution, norm, act, 3×3 convolution."""
+    """``[x, f(x)]`` with f = norm, act, 1×1 convolution to 128 channels, norm, act, 3×3 convolution to 32."""
 
     def __init__(self, in_channels: int, *, norm: Norm, activation: str) -> None:
         super().__init__()
@@ -30,15 +34,18 @@ class DenseLayer(nn.Module):
             nn.Conv2d(4 * GROWTH, GROWTH, 3, padding=1, bias=False),
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Concatenate the branch after its input."""
-        return torch.cat((x, self.branch(x)), dim=1)
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """Concatenate the branch after its input: (N, C, H, W) → (N, C + 32, H, W)."""
+        return torch.cat((x_NCHW, self.branch(x_NCHW)), dim=1)
 
 
 def densenet121(
     *, num_classes: int, in_channels: int, groups: int = 32, norm: str = "group", activation: str = "relu"
 ) -> nn.Module:
-    """DenseNet-121; a layer of C channels has gcd(``groups``, C) groups."""
+    """DenseNet-121; a layer of C channels has gcd(``groups``, C) groups.
+
+    The rule is that of Opacus's replacement of BatchNorm, which the paper used. Convolutions are Kaiming-normal.
+    """
     spec = Norm(norm, groups, "gcd")
     layers: list[nn.Module] = [
         nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False),

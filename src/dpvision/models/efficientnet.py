@@ -1,4 +1,8 @@
-"""EfficientNet-B0 with GroupNorm, as SmoothNet's baseline: the ImageNet stem, unmodified."""
+"""EfficientNet-B0 with GroupNorm, as SmoothNet's baseline (FACTS §4): the ImageNet stem, unmodified.
+
+Seven runs of inverted-residual blocks between a strided 3×3 stem and a 1×1 convolution to 1280 channels. Neither
+stochastic depth nor dropout.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from dpvision.models.norms import Norm
 
 
 class _StageSpec(NamedTuple):
+    """A run of equal blocks; the first one has the stride."""
+
     expansion: int
     kernel: int
     stride: int
@@ -33,17 +39,20 @@ STAGES = (
 
 @final
 class InvertedResidual(nn.Module):
-    """Expand, depthwise convolution, squeeze-and-excitation, project; added to the input where shapes match."""
+    """Expand, depthwise convolution, squeeze-and-excitation, project; added to the input where shapes match.
+
+    The projection ends in a norm without activation: the block's output is linear in its last convolution.
+    """
 
     def __init__(self, branch: nn.Module, *, scale_norm: nn.Module | None, adds: bool) -> None:
         super().__init__()
         self.branch, self.adds = branch, adds
         self.scale_norm = nn.Identity() if scale_norm is None else scale_norm
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x_NCHW: Tensor) -> Tensor:
         """Add where the block keeps its shape."""
-        y = self.branch(x)
-        return self.scale_norm(x + y) if self.adds else y
+        y_NCHW = self.branch(x_NCHW)
+        return self.scale_norm(x_NCHW + y_NCHW) if self.adds else y_NCHW
 
 
 def _unit(
@@ -56,6 +65,7 @@ def _unit(
     stride: int = 1,
     depthwise: bool = False,
 ) -> list[nn.Module]:
+    """Convolution without bias, norm, activation; ``depthwise`` gives every channel one filter of its own."""
     conv = nn.Conv2d(
         in_channels,
         out_channels,
@@ -71,6 +81,7 @@ def _unit(
 def _block(
     in_channels: int, spec: _StageSpec, *, stride: int, norm: Norm, activation: str, scale_norm: bool
 ) -> InvertedResidual:
+    """One block; the squeeze goes to a quarter of the block's *input* channels, not of the expanded ones."""
     hidden = in_channels * spec.expansion
     layers: list[nn.Module] = []
     if spec.expansion > 1:
@@ -92,7 +103,10 @@ def efficientnet_b0(
     activation: str = "silu",
     scale_norm: bool = False,
 ) -> nn.Module:
-    """EfficientNet-B0; a layer of C channels has gcd(``groups``, C) groups."""
+    """EfficientNet-B0; a layer of C channels has gcd(``groups``, C) groups: 8 for its 24 channels, 16 for its 112.
+
+    ``scale_norm`` normalises the sum of each block that is added to its input.
+    """
     spec = Norm(norm, groups, "gcd")
     layers = _unit(in_channels, 32, 3, norm=spec, activation=activation, stride=2)
     channels = 32

@@ -1,4 +1,7 @@
-"""What the catalogue holds: every architecture, where it comes from and how large it is."""
+"""What the catalogue holds: every architecture, where it comes from and how large it is.
+
+An entry's options are read off its factory: a function of few arguments, or a frozen dataclass of many.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from torch import nn
 
 from dpvision.models.densenet import densenet121
 from dpvision.models.efficientnet import efficientnet_b0
-from dpvision.models.nfnet import nf_resnet, nfnet
-from dpvision.models.resnet import resnet
+from dpvision.models.nfnet import F0, F3, nf_resnet, nfnet
+from dpvision.models.resnet import ResNet
 from dpvision.models.resnet9 import resnet9
 from dpvision.models.scatter import scatter_cnn, scatter_linear
 from dpvision.models.segmentation import segmentation9
@@ -25,10 +28,19 @@ from dpvision.models.shoefit import (
     shoefit_cnn,
     tempered_cnn,
 )
-from dpvision.models.smoothnet import smoothnet
-from dpvision.models.wrn import wrn
+from dpvision.models.smoothnet import SmoothNet
+from dpvision.models.wrn import WideResNet
 
-Factory = Callable[..., nn.Module]
+
+class Design(Protocol):
+    """A model's options as one value that can make the model."""
+
+    def build(self) -> nn.Module:
+        """The model, its weights drawn from the default generator."""
+        ...
+
+
+Factory = Callable[..., nn.Module | Design]
 _GIVEN_TO_CREATE = ("num_classes", "in_channels")
 
 
@@ -53,6 +65,11 @@ class Entry:
         fixed = self.factory.keywords if isinstance(self.factory, functools.partial) else {}
         parameters = inspect.signature(self.factory).parameters
         return {key: p.default for key, p in parameters.items() if key not in (*_GIVEN_TO_CREATE, *fixed)}
+
+    def build(self, *, num_classes: int, in_channels: int, **options: Any) -> nn.Module:
+        """The model with these of its ``options``, others as the paper has them; ``create`` checks their names."""
+        made = self.factory(num_classes=num_classes, in_channels=in_channels, **options)
+        return made if isinstance(made, nn.Module) else made.build()
 
 
 _SHOEFIT = "Papernot et al. 2019, Making the shoe fit"
@@ -147,7 +164,7 @@ ENTRIES: tuple[Entry, ...] = (
         purpose="baseline with GroupNorm and a 3×3 stem",
         image_size=32,
         parameters=11_173_962,
-        factory=_fixed(resnet, depth=18),
+        factory=_fixed(ResNet, depth=18),
     ),
     Entry(
         name="resnet34",
@@ -156,7 +173,7 @@ ENTRIES: tuple[Entry, ...] = (
         purpose="baseline with GroupNorm and the ImageNet stem",
         image_size=224,
         parameters=21_289_802,
-        factory=_fixed(resnet, depth=34),
+        factory=_fixed(ResNet, depth=34),
     ),
     Entry(
         name="resnet50",
@@ -165,7 +182,7 @@ ENTRIES: tuple[Entry, ...] = (
         purpose="larger pictures (ImageNette at 160 pixels); best with norm=layer",
         image_size=160,
         parameters=23_528_522,
-        factory=_fixed(resnet, depth=50, scale_norm=False),
+        factory=_fixed(ResNet, depth=50, scale_norm=False),
     ),
     Entry(
         name="scaleresnet50",
@@ -174,7 +191,7 @@ ENTRIES: tuple[Entry, ...] = (
         purpose="ResNet-50 with a norm after each residual addition; use norm=layer",
         image_size=160,
         parameters=23_558_730,
-        factory=_fixed(resnet, depth=50, scale_norm=True),
+        factory=_fixed(ResNet, depth=50, scale_norm=True),
     ),
     Entry(
         name="wrn16_4",
@@ -183,7 +200,7 @@ ENTRIES: tuple[Entry, ...] = (
         purpose="CIFAR with augmentation multiplicity: weight standardisation, activation before norm",
         image_size=32,
         parameters=2_753_818,
-        factory=_fixed(wrn, depth=16, width=4, scale_norm=False),
+        factory=_fixed(WideResNet, depth=16, width=4, scale_norm=False),
     ),
     Entry(
         name="wrn40_4",
@@ -192,7 +209,7 @@ ENTRIES: tuple[Entry, ...] = (
         purpose="the strongest CIFAR model from scratch at epsilon 8",
         image_size=32,
         parameters=8_961_306,
-        factory=_fixed(wrn, depth=40, width=4),
+        factory=_fixed(WideResNet, depth=40, width=4),
     ),
     Entry(
         name="wrn28_10",
@@ -201,7 +218,7 @@ ENTRIES: tuple[Entry, ...] = (
         purpose="private fine-tuning after public pre-training at 32 pixels",
         image_size=32,
         parameters=36_500_378,
-        factory=_fixed(wrn, depth=28, width=10),
+        factory=_fixed(WideResNet, depth=28, width=10),
     ),
     Entry(
         name="scalewrn16_4",
@@ -210,7 +227,7 @@ ENTRIES: tuple[Entry, ...] = (
         purpose="WRN-16-4 with ScaleNorm; layout=plain is the ScaleNorm paper's own",
         image_size=32,
         parameters=2_755_610,
-        factory=_fixed(wrn, depth=16, width=4, scale_norm=True),
+        factory=_fixed(WideResNet, depth=16, width=4, scale_norm=True),
     ),
     Entry(
         name="smoothnet",
@@ -219,7 +236,7 @@ ENTRIES: tuple[Entry, ...] = (
         purpose="wide, shallow, dense, SELU; its parts are switches",
         image_size=32,
         parameters=3_391_853,
-        factory=smoothnet,
+        factory=SmoothNet,
     ),
     Entry(
         name="densenet121",
@@ -267,7 +284,7 @@ ENTRIES: tuple[Entry, ...] = (
         image_size=192,
         num_classes=1_000,
         parameters=71_489_284,
-        factory=_fixed(nfnet, variant="f0"),
+        factory=_fixed(nfnet, size=F0),
     ),
     Entry(
         name="nfnet_f3",
@@ -277,7 +294,7 @@ ENTRIES: tuple[Entry, ...] = (
         image_size=320,
         num_classes=1_000,
         parameters=254_924_200,
-        factory=_fixed(nfnet, variant="f3"),
+        factory=_fixed(nfnet, size=F3),
     ),
     Entry(
         name="unet9",

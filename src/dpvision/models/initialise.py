@@ -1,4 +1,7 @@
-"""Ways to draw initial weights, in place, from the default generator: ``seeded`` gives it a seed of its own."""
+"""Ways to draw initial weights, in place, from the default generator: ``seeded`` gives it a seed of its own.
+
+Norms and gains keep their ones and zeros in all of them.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +77,8 @@ def mean_var(model: nn.Module, source: nn.Module) -> None:
     """Draw each layer i.i.d. normal with the mean and variance of the same layer's weights in ``source`` (Mean-Var).
 
     Weights and biases have their own statistics; a tensor of one value becomes that value.
+
+    Guarantee: none. If ``source`` was trained on the private data, its charge counts for this model too.
     """
     ours, theirs = list(weighted_layers(model)), list(weighted_layers(source))
     if [_shapes(layer) for layer in ours] != [_shapes(layer) for layer in theirs]:

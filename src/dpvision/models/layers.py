@@ -1,6 +1,8 @@
 """Layers that PyTorch lacks: scalar gains, weight-standardised convolution, SAME padding, fixed affine maps.
 
-Shapes: N rows, C channels, H height, W width, O out channels, I in channels per group, K kernel.
+Every one treats each row by itself, and each one that has parameters has a rule in the gradient engine.
+
+Shapes: N rows, C channels, H height, W width, O out channels, I in channels per group, K kernel, M hidden.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class ScalarGain(nn.Module):
 class WSConv2d(nn.Module):
     """A convolution whose filters are standardised before use (FACTS: the convolution of De et al.).
 
-    ``w' = (w − mean) · gain / sqrt(max(var · fan_in, eps))`` with mean and biased variance over each filter.
+    ``w' = (w − mean) · gain / sqrt(max(var · fan_in, eps))`` with mean and biased variance over each filter: zero mean
+    and, but for tiny filters, a norm of ``gain``, so that the output has the input's variance times ``gain²``.
     Parameters: ``weight`` (O, I, K, K); ``gain`` (O,) unless switched off; ``bias`` (O,) unless switched off.
     """
 
@@ -192,7 +195,9 @@ class SqueezeExcite(nn.Module):
 class StochasticDepth(nn.Module):
     """In training, drop a row's whole branch with probability ``rate`` and scale the others up.
 
-    It draws from torch's global generator: a run with it is private, but not repeatable bit for bit.
+    It draws from torch's global generator, which the training loop seeds anew for every step.
+
+    Guarantee: each row has a draw of its own that depends on no picture, so no unit notices another through it.
     """
 
     def __init__(self, rate: float) -> None:

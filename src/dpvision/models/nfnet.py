@@ -1,4 +1,8 @@
-"""Normaliser-free networks: NF-ResNet-50/200 and NFNet-F0/F3, as De et al. trained them (FACTS §7)."""
+"""Normaliser-free networks: NF-ResNet-50/200 and NFNet-F0/F3, as De et al. trained them (FACTS §7).
+
+Instead of norms, the signal's variance is known in advance: standardised filters and activations of unit gain keep it
+at one, each residual branch adds alpha² to it, and ``beta`` divides by what has gathered before the next branch.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import final
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dpvision.checks import Problems
 from dpvision.models.activations import activation as make_activation
 from dpvision.models.layers import (
     SameMaxPool2d,
@@ -23,7 +28,26 @@ from dpvision.models.layers import (
 ALPHA = 0.2
 STRIDES = (1, 2, 2, 2)
 RESNET_DEPTHS: dict[int, tuple[int, ...]] = {50: (3, 4, 6, 3), 200: (3, 24, 36, 3)}
-NFNET_DEPTHS: dict[str, tuple[int, ...]] = {"f0": (1, 2, 6, 3), "f3": (4, 8, 24, 12)}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NFNetSize:
+    """How deep and wide an NFNet is.
+
+    The papers' networks differ in ``depths`` alone; the other numbers are there so that tests can build the same
+    blocks small. ``group_width`` is the channels that a grouped 3×3 convolution mixes.
+    """
+
+    depths: tuple[int, int, int, int]
+    stem: tuple[int, int, int, int] = (16, 32, 64, 128)
+    widths: tuple[int, int, int, int] = (256, 512, 1536, 1536)
+    group_width: int = 128
+    features: int = 3072
+
+
+F0 = NFNetSize(depths=(1, 2, 6, 3))
+F3 = NFNetSize(depths=(4, 8, 24, 12))
 
 
 @final
@@ -37,15 +61,24 @@ class BlockPlace:
     beta: float
     drop_rate: float
 
+    @property
+    def projects(self) -> bool:
+        """Whether the shortcut needs a convolution, because the block changes the shape."""
+        return self.stride > 1 or self.in_channels != self.out_channels
+
 
 def block_places(
     *, in_channels: int, widths: tuple[int, ...], depths: tuple[int, ...], stochastic_depth: float
 ) -> list[BlockPlace]:
-    """Every block of a network.
+    """Every block of a network; the rate of dropping rises from zero to nearly ``stochastic_depth``.
 
     Each block adds alpha² to the variance; a stage's first block starts again from one, since its shortcut is a
     convolution of the rescaled input.
     """
+    problems = Problems()
+    fits = isinstance(stochastic_depth, int | float) and 0 <= stochastic_depth < 1
+    problems.require(fits, f"stochastic_depth must be a probability below 1 (0: off), got {stochastic_depth}.")
+    problems.raise_if_any()
     places: list[BlockPlace] = []
     variance, channels = 1.0, in_channels
     for width, depth, first_stride in zip(widths, depths, STRIDES, strict=True):
@@ -66,7 +99,10 @@ def block_places(
 
 @final
 class NFBlock(nn.Module):
-    """``shortcut + alpha · skip_gain · branch(h)`` with ``h = act(x) · beta``; a projection also starts at h."""
+    """``shortcut + alpha · skip_gain · branch(h)`` with ``h = act(x) · beta``; a projection also starts at h.
+
+    ``skip_gain`` is a learned number. In training, stochastic depth may drop a row's branch.
+    """
 
     def __init__(
         self, place: BlockPlace, *, branch: nn.Module, shortcut: nn.Module | None, activation: str, skip_gain: float
@@ -78,10 +114,10 @@ class NFBlock(nn.Module):
         self.drop = StochasticDepth(place.drop_rate) if place.drop_rate > 0 else nn.Identity()
         self.skip_gain = ScalarGain(skip_gain)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x_NCHW: Tensor) -> Tensor:
         """Add the scaled branch to the shortcut."""
-        h = self.before(x)
-        shortcut = x if self.shortcut is None else self.shortcut(h)
+        h = self.before(x_NCHW)
+        shortcut = x_NCHW if self.shortcut is None else self.shortcut(h)
         return self.skip_gain(self.drop(self.branch(h))) * ALPHA + shortcut
 
 
@@ -95,6 +131,7 @@ class SameAvgPool2d(nn.Module):
 
 
 def _resnet_block(place: BlockPlace, *, activation: str, skip_gain: float) -> NFBlock:
+    """A bottleneck: 1×1 down to a quarter of the width, 3×3, 1×1 up."""
     width = place.out_channels // 4
     branch = nn.Sequential(
         WSConv2d(place.in_channels, width, 1),
@@ -103,14 +140,17 @@ def _resnet_block(place: BlockPlace, *, activation: str, skip_gain: float) -> NF
         make_activation(activation),
         WSConv2d(width, place.out_channels, 1),
     )
-    project = place.stride > 1 or place.in_channels != place.out_channels
-    shortcut = WSConv2d(place.in_channels, place.out_channels, 1, stride=place.stride) if project else None
+    shortcut = WSConv2d(place.in_channels, place.out_channels, 1, stride=place.stride) if place.projects else None
     return NFBlock(place, branch=branch, shortcut=shortcut, activation=activation, skip_gain=skip_gain)
 
 
-def _nfnet_block(place: BlockPlace, *, activation: str, skip_gain: float) -> NFBlock:
-    groups = place.out_channels // 2 // 128
-    width = groups * 128
+def _nfnet_block(place: BlockPlace, *, group_width: int, activation: str, skip_gain: float) -> NFBlock:
+    """1×1 to half the width, two grouped 3×3, 1×1 up, squeeze-and-excitation times two.
+
+    A strided block's shortcut is average-pooled before its 1×1 convolution.
+    """
+    groups = place.out_channels // 2 // group_width
+    width = groups * group_width
     branch = nn.Sequential(
         WSConv2d(place.in_channels, width, 1),
         make_activation(activation),
@@ -122,13 +162,18 @@ def _nfnet_block(place: BlockPlace, *, activation: str, skip_gain: float) -> NFB
         SqueezeExcite(place.out_channels, place.out_channels // 2, activation=nn.ReLU(), factor=2.0),
     )
     shortcut: nn.Module | None = None
-    if place.stride > 1 or place.in_channels != place.out_channels:
+    if place.projects:
         project = WSConv2d(place.in_channels, place.out_channels, 1)
         shortcut = nn.Sequential(SameAvgPool2d(), project) if place.stride > 1 else project
     return NFBlock(place, branch=branch, shortcut=shortcut, activation=activation, skip_gain=skip_gain)
 
 
 def _head(channels: int, num_classes: int, *, activation: str, dropout: float) -> list[nn.Module]:
+    """Activation, spatial mean, dropout if any, and a linear layer that starts near zero."""
+    problems = Problems()
+    fits = isinstance(dropout, int | float) and 0 <= dropout < 1
+    problems.require(fits, f"dropout must be a probability below 1 (0: off), got {dropout}.")
+    problems.raise_if_any()
     linear = nn.Linear(channels, num_classes)
     nn.init.normal_(linear.weight, std=0.01)
     nn.init.zeros_(linear.bias)
@@ -147,7 +192,7 @@ def nf_resnet(
 ) -> nn.Module:
     """NF-ResNet. ``skip_gain`` starts at 1 as in the private ImageNet run (0 in the NF papers).
 
-    ``stochastic_depth`` is off unless asked for (the paper's default is 0.1): it draws from the global generator.
+    ``stochastic_depth`` is off unless asked for; 0.1 is the default of De et al.'s code.
     """
     widths = (256, 512, 1024, 2048)
     places = block_places(in_channels=64, widths=widths, depths=RESNET_DEPTHS[depth], stochastic_depth=stochastic_depth)
@@ -160,23 +205,30 @@ def nfnet(
     *,
     num_classes: int,
     in_channels: int,
-    variant: str,
+    size: NFNetSize,
     activation: str = "nf_gelu",
     skip_gain: float = 0.0,
     stochastic_depth: float = 0.0,
     dropout: float = 0.0,
 ) -> nn.Module:
-    """NFNet. ``stochastic_depth`` and ``dropout`` (the paper: 0.4 for F3) are off unless asked for."""
-    widths = (256, 512, 1536, 1536)
+    """NFNet. ``stochastic_depth`` and ``dropout`` (the paper: 0.4 for F3) are off unless asked for.
+
+    With ``skip_gain`` 0, as in the paper, every block without a projection starts as the identity: its other
+    parameters have no gradient before the gain has moved.
+    """
     places = block_places(
-        in_channels=128, widths=widths, depths=NFNET_DEPTHS[variant], stochastic_depth=stochastic_depth
+        in_channels=size.stem[-1], widths=size.widths, depths=size.depths, stochastic_depth=stochastic_depth
     )
     stem: list[nn.Module] = []
     channels = in_channels
-    for width, stride in ((16, 2), (32, 1), (64, 1), (128, 2)):
+    for width, stride in zip(size.stem, (2, 1, 1, 2), strict=True):
         stem += [make_activation(activation)] if stem else []
         stem.append(WSConv2d(channels, width, 3, stride=stride))
         channels = width
-    blocks = [_nfnet_block(place, activation=activation, skip_gain=skip_gain) for place in places]
-    final_conv = WSConv2d(widths[-1], 3072, 1)
-    return nn.Sequential(*stem, *blocks, final_conv, *_head(3072, num_classes, activation=activation, dropout=dropout))
+    blocks = [
+        _nfnet_block(place, group_width=size.group_width, activation=activation, skip_gain=skip_gain)
+        for place in places
+    ]
+    last = WSConv2d(size.widths[-1], size.features, 1)
+    head = _head(size.features, num_classes, activation=activation, dropout=dropout)
+    return nn.Sequential(*stem, *blocks, last, *head)

@@ -12,7 +12,8 @@ from torch import nn
 from dpvision.checks import ArgumentError, Problems
 
 NORMS = ("group", "layer", "instance", "batch", "none")
-Groups = int | Sequence[int]
+Groups = int | Sequence[int] | str
+Rule = Literal["clamp", "gcd"]
 
 
 @final
@@ -27,7 +28,7 @@ class Norm:
 
     kind: str = "group"
     groups: int = 32
-    rule: Literal["clamp", "gcd"] = "clamp"
+    rule: Rule = "clamp"
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -44,6 +45,7 @@ class Norm:
         return nn.GroupNorm(self._groups_of(channels), channels)
 
     def _groups_of(self, channels: int) -> int:
+        """How many groups ``channels`` channels get; a number that does not divide them is refused, not rounded."""
         if self.kind == "layer":
             return 1
         if self.kind == "instance":
@@ -56,9 +58,22 @@ class Norm:
         return groups
 
 
-def norm_per_stage(kind: str, groups: Groups, *, stages: int, rule: Literal["clamp", "gcd"] = "clamp") -> list[Norm]:
-    """One ``Norm`` a stage: ``groups`` is one number for all stages, or one number each."""
-    counts = [groups] * stages if isinstance(groups, int) else list(groups)
-    if len(counts) != stages:
-        raise ArgumentError(f"groups must be one number or {stages} numbers (one a stage), got {groups}.")
+def norm_per_stage(kind: str, groups: Groups, *, stages: int, rule: Rule = "clamp") -> list[Norm]:
+    """One ``Norm`` a stage: ``groups`` is one number for all stages, or one number each.
+
+    Several numbers may also be a text such as "8,16,16,32", which a command line and a configuration can hold.
+    """
+    counts = [groups] * stages if isinstance(groups, int) else _numbers(groups)
+    if counts is None or len(counts) != stages:
+        raise ArgumentError(f"groups must be one number or {stages} numbers (one a stage), got {groups!r}.")
     return [Norm(kind, count, rule) for count in counts]
+
+
+def _numbers(groups: Sequence[int] | str) -> list[int] | None:
+    """The numbers of a sequence, or of a text that has them between commas; None if it has something else."""
+    if not isinstance(groups, str):
+        return list(groups) if isinstance(groups, Sequence) else None
+    try:
+        return [int(part) for part in groups.split(",")]
+    except ValueError:
+        return None

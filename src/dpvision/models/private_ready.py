@@ -1,4 +1,7 @@
-"""A user's own model made ready for private training: a changed copy, and a list of what changed and why."""
+"""A user's own model made ready for private training: a changed copy, and a list of what changed and why.
+
+Only modules are looked at. Whether the copy is ready is for ``dpvision.grads.preflight`` to say, which tries it out.
+"""
 
 from __future__ import annotations
 
@@ -91,6 +94,7 @@ def make_private_ready(
 
 
 def _replace_batch_norms(model: nn.Module, to: BatchNormTo, groups: int, changes: list[Change]) -> nn.Module:
+    """Replace every kind of BatchNorm in place; a norm that is used twice stays one norm. Returns the model."""
     replaced: dict[int, nn.Module] = {}
     found = [(name, module) for name, module in _named_places(model) if isinstance(module, _BatchNorm)]
     for name, module in found:
@@ -111,6 +115,7 @@ def _named_places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _substitute(name: str, module: _BatchNorm, to: BatchNormTo, groups: int) -> tuple[nn.Module, str]:
+    """What takes a BatchNorm's place, and how the list of changes calls it."""
     kind = type(module).__name__
     if to == "frozen":
         return _frozen(name, module), f"{kind} → FrozenAffine from its running statistics"
@@ -125,6 +130,7 @@ def _substitute(name: str, module: _BatchNorm, to: BatchNormTo, groups: int) -> 
 
 
 def _frozen(name: str, module: _BatchNorm) -> FrozenAffine:
+    """``(x − running mean) / sqrt(running variance + eps) · weight + bias`` with all of it folded into two numbers."""
     if module.running_mean is None or module.running_var is None:
         raise ArgumentError(f"{name} has no running statistics to freeze. Use batch_norm='group'.")
     with torch.no_grad():
@@ -146,6 +152,7 @@ def _dtype_of(module: nn.Module) -> torch.dtype | None:
 
 
 def _stop_instance_statistics(model: nn.Module) -> list[Change]:
+    """InstanceNorm may keep running statistics; without them it normalises each row by itself, also in evaluation."""
     changes = []
     for name, module in model.named_modules():
         if isinstance(module, _InstanceNorm) and module.track_running_stats:
@@ -157,6 +164,7 @@ def _stop_instance_statistics(model: nn.Module) -> list[Change]:
 
 
 def _undo_inplace(model: nn.Module) -> list[Change]:
+    """Whatever has a switch called ``inplace``, activations and dropout alike."""
     changes = []
     for name, module in model.named_modules():
         if getattr(module, "inplace", False) is True:

@@ -1,12 +1,17 @@
-"""ResNet-18, -34 and -50 with GroupNorm, and ScaleResNet-50 (FACTS: SmoothNet's baselines; Klause et al.)."""
+"""ResNet-18, -34 and -50 with GroupNorm, and ScaleResNet-50 (FACTS §2 and §4: Klause et al., SmoothNet's baselines).
+
+The layers are torchvision's, stride on the 3×3 convolution of a bottleneck, with GroupNorm wherever it has BatchNorm.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, final
 
 from torch import Tensor, nn
 
-from dpvision.checks import ArgumentError
+from dpvision.checks import Problems
 from dpvision.models.activations import activation as make_activation
 from dpvision.models.initialise import kaiming_normal
 from dpvision.models.norms import Groups, Norm, norm_per_stage
@@ -16,8 +21,82 @@ PLANES = (64, 128, 256, 512)
 Stem = Literal["small", "large"]
 
 
-def _conv(in_channels: int, out_channels: int, kernel: int, *, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
+@final
+@dataclass(frozen=True, kw_only=True)
+class ResNet:
+    """The options of a ResNet; ``build`` makes it.
+
+    ``groups`` may be one number a stage; the stem takes the first. ``stem`` is by default what the papers used: "small"
+    (3×3) for ResNet-18, "large" (7×7 and a pool) for the others. ``stage1_activation`` differs from ``activation`` only
+    to repeat the thesis's runs of ResNet-50, whose code left ReLU in the first stage whatever was asked for.
+    ``scale_norm`` normalises each sum before its activation; the thesis found it to help with LayerNorm and to hurt
+    with 16 groups or more.
+    """
+
+    num_classes: int
+    in_channels: int
+    depth: int
+    stem: Stem | None = None
+    groups: Groups = 32
+    norm: str = "group"
+    activation: str = "relu"
+    stage1_activation: str | None = None
+    scale_norm: bool = False
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        problems.require(self.depth in DEPTHS, f"depth must be one of {', '.join(map(str, DEPTHS))}, got {self.depth}.")
+        known = self.stem in (None, "small", "large")
+        problems.require(known, f"stem must be small (3×3) or large (7×7, stride 2, pool), got {self.stem!r}.")
+        problems.raise_if_any()
+
+    @property
+    def bottleneck(self) -> bool:
+        """Blocks of 1×1, 3×3 and 1×1 convolutions that leave four times their inner width."""
+        return self.depth >= 50
+
+    @cached_property
+    def norms(self) -> list[Norm]:
+        """One a stage."""
+        return norm_per_stage(self.norm, self.groups, stages=len(PLANES))
+
+    def build(self) -> nn.Sequential:
+        """(stem and stages, pool, flatten, linear); convolutions are Kaiming-normal over their outputs."""
+        expansion = 4 if self.bottleneck else 1
+        stages: list[nn.Module] = []
+        channels = 64
+        for index, planes in enumerate(PLANES):
+            stages.append(self._stage(index, channels, planes, out_channels=planes * expansion))
+            channels = planes * expansion
+        body = nn.Sequential(self._stem(), *stages)
+        kaiming_normal(body, mode="fan_out")
+        return nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, self.num_classes))
+
+    def _stem(self) -> nn.Sequential:
+        small = self.stem == "small" or (self.stem is None and self.depth == 18)
+        conv = _conv(self.in_channels, 64, 3) if small else _conv(self.in_channels, 64, 7, stride=2)
+        pool = [] if small else [nn.MaxPool2d(3, stride=2, padding=1)]
+        return nn.Sequential(conv, self.norms[0].make(64), make_activation(self.activation), *pool)
+
+    def _stage(self, index: int, in_channels: int, planes: int, *, out_channels: int) -> nn.Sequential:
+        """All blocks of one size; the first one halves the picture, but for stage 0."""
+        first = self.stage1_activation if index == 0 else None
+        activation = first or self.activation
+        blocks: list[nn.Module] = []
+        for block in range(DEPTHS[self.depth][index]):
+            stride = 2 if index > 0 and block == 0 else 1
+            make_branch = _bottleneck_branch if self.bottleneck else _basic_branch
+            branch = make_branch(in_channels, planes, stride=stride, norm=self.norms[index], activation=activation)
+            blocks.append(
+                ResidualBlock(
+                    branch=branch,
+                    shortcut=_shortcut(in_channels, out_channels, stride=stride, norm=self.norms[index]),
+                    scale_norm=self.norms[index].make(out_channels) if self.scale_norm else nn.Identity(),
+                    activation=activation,
+                )
+            )
+            in_channels = out_channels
+        return nn.Sequential(*blocks)
 
 
 @final
@@ -29,12 +108,25 @@ class ResidualBlock(nn.Module):
         self.branch, self.shortcut, self.scale_norm = branch, shortcut, scale_norm
         self.activation = make_activation(activation)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x_NCHW: Tensor) -> Tensor:
         """Add, normalise if asked, activate."""
-        return self.activation(self.scale_norm(self.branch(x) + self.shortcut(x)))
+        return self.activation(self.scale_norm(self.branch(x_NCHW) + self.shortcut(x_NCHW)))
+
+
+def _conv(in_channels: int, out_channels: int, kernel: int, *, stride: int = 1) -> nn.Conv2d:
+    """No bias: a norm follows."""
+    return nn.Conv2d(in_channels, out_channels, kernel, stride=stride, padding=kernel // 2, bias=False)
+
+
+def _shortcut(in_channels: int, out_channels: int, *, stride: int, norm: Norm) -> nn.Module:
+    """The identity, or a normalised 1×1 convolution where the block changes the shape."""
+    if stride == 1 and in_channels == out_channels:
+        return nn.Identity()
+    return nn.Sequential(_conv(in_channels, out_channels, 1, stride=stride), norm.make(out_channels))
 
 
 def _basic_branch(in_channels: int, planes: int, *, stride: int, norm: Norm, activation: str) -> nn.Sequential:
+    """Two 3×3 convolutions (ResNet-18 and -34)."""
     return nn.Sequential(
         _conv(in_channels, planes, 3, stride=stride),
         norm.make(planes),
@@ -45,6 +137,7 @@ def _basic_branch(in_channels: int, planes: int, *, stride: int, norm: Norm, act
 
 
 def _bottleneck_branch(in_channels: int, planes: int, *, stride: int, norm: Norm, activation: str) -> nn.Sequential:
+    """1×1 down, 3×3, 1×1 up to four times the width (ResNet-50)."""
     return nn.Sequential(
         _conv(in_channels, planes, 1),
         norm.make(planes),
@@ -55,81 +148,3 @@ def _bottleneck_branch(in_channels: int, planes: int, *, stride: int, norm: Norm
         _conv(planes, 4 * planes, 1),
         norm.make(4 * planes),
     )
-
-
-def _block(
-    in_channels: int, planes: int, *, stride: int, bottleneck: bool, norm: Norm, activation: str, scale_norm: bool
-) -> ResidualBlock:
-    out_channels = 4 * planes if bottleneck else planes
-    make_branch = _bottleneck_branch if bottleneck else _basic_branch
-    shortcut: nn.Module = nn.Identity()
-    if stride != 1 or in_channels != out_channels:
-        shortcut = nn.Sequential(_conv(in_channels, out_channels, 1, stride=stride), norm.make(out_channels))
-    return ResidualBlock(
-        branch=make_branch(in_channels, planes, stride=stride, norm=norm, activation=activation),
-        shortcut=shortcut,
-        scale_norm=norm.make(out_channels) if scale_norm else nn.Identity(),
-        activation=activation,
-    )
-
-
-def _stem(in_channels: int, *, stem: Stem, norm: Norm, activation: str) -> nn.Sequential:
-    if stem not in ("small", "large"):
-        raise ArgumentError(f"stem must be small (3×3) or large (7×7, stride 2, pool), got {stem!r}.")
-    if stem == "small":
-        return nn.Sequential(_conv(in_channels, 64, 3), norm.make(64), make_activation(activation))
-    layers = (_conv(in_channels, 64, 7, stride=2), norm.make(64), make_activation(activation))
-    return nn.Sequential(*layers, nn.MaxPool2d(3, stride=2, padding=1))
-
-
-def resnet(
-    *,
-    num_classes: int,
-    in_channels: int,
-    depth: int,
-    stem: Stem | None = None,
-    groups: Groups = 32,
-    norm: str = "group",
-    activation: str = "relu",
-    stage1_activation: str | None = None,
-    scale_norm: bool = False,
-) -> nn.Module:
-    """A torchvision-style ResNet; ``groups`` may be one number a stage (the stem takes the first).
-
-    ``stem`` is by default what the papers used: "small" (3×3) for ResNet-18, "large" (7×7 and a pool) for the others.
-    ``stage1_activation`` differs from ``activation`` only to repeat the thesis's runs of ResNet-50, whose code left
-    ReLU in the first stage whatever was asked for.
-    """
-    norms = norm_per_stage(norm, groups, stages=4)
-    stem = stem or ("small" if depth == 18 else "large")
-    activations = [stage1_activation or activation, activation, activation, activation]
-    stages = _stages(depth, norms=norms, activations=activations, scale_norm=scale_norm)
-    body = nn.Sequential(_stem(in_channels, stem=stem, norm=norms[0], activation=activation), *stages)
-    kaiming_normal(body, mode="fan_out")
-    features = PLANES[-1] * _expansion(depth)
-    return nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(features, num_classes))
-
-
-def _expansion(depth: int) -> int:
-    return 4 if depth >= 50 else 1
-
-
-def _stages(depth: int, *, norms: list[Norm], activations: list[str], scale_norm: bool) -> list[nn.Module]:
-    channels = 64
-    stages: list[nn.Module] = []
-    for index, (planes, blocks) in enumerate(zip(PLANES, DEPTHS[depth], strict=True)):
-        stage: list[nn.Module] = []
-        for block in range(blocks):
-            made = _block(
-                channels,
-                planes,
-                stride=2 if index > 0 and block == 0 else 1,
-                bottleneck=depth >= 50,
-                norm=norms[index],
-                activation=activations[index],
-                scale_norm=scale_norm,
-            )
-            stage.append(made)
-            channels = planes * _expansion(depth)
-        stages.append(nn.Sequential(*stage))
-    return stages

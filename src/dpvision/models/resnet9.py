@@ -1,4 +1,8 @@
-"""ResNet-9 and ScaleResNet-9 (FACTS: Klause et al.)."""
+"""ResNet-9 and ScaleResNet-9 (FACTS §1: Klause et al.), and the units that UNet-9 and LinkNet-9 share with them.
+
+A unit is convolution, norm, activation, in the order of the authors' code (their appendix has norm and activation the
+other way round). A residual branch ends in its activation, and ScaleNorm, where there is one, has none after it.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +36,9 @@ class Residual(nn.Module):
         self.branch = branch
         self.scale_norm = nn.Identity() if scale_norm is None else scale_norm
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x_NCHW: Tensor) -> Tensor:
         """Add the branch, then normalise; no activation follows."""
-        return self.scale_norm(x + self.branch(x))
+        return self.scale_norm(x_NCHW + self.branch(x_NCHW))
 
 
 def double_unit(channels: int, *, norm: Norm, activation: str, scale_norm: bool) -> Residual:
@@ -48,7 +52,11 @@ def double_unit(channels: int, *, norm: Norm, activation: str, scale_norm: bool)
 
 @final
 class ResNet9(nn.Module):
-    """Four convolutions, two residual blocks, adaptive max-pool to 2×2, one linear layer of 1024 inputs."""
+    """Four convolutions, two residual blocks, adaptive max-pool to 2×2, one linear layer of 1024 inputs.
+
+    The pool makes the number of features, and so of parameters, independent of the picture's size. Blocks have the
+    authors' names, because transfer freezes them by name: conv1, conv2, res1 and conv3 stay, the rest learns.
+    """
 
     def __init__(
         self,
@@ -76,7 +84,7 @@ class ResNet9(nn.Module):
         self.classifier = nn.Linear(1024, num_classes)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Class scores."""
+        """(N, C, H, W) → (N, classes)."""
         x = self.res1(self.conv2(self.conv1(x_NCHW)))
         x = self.res2(self.conv4(self.conv3(x)))
         return self.classifier(self.pool(x))
@@ -93,6 +101,9 @@ def resnet9(
     large_pictures: bool = False,
 ) -> nn.Module:
     """ResNet-9. ``groups`` has four slots: conv1–2, res1, conv3–4, res2 (a block's ScaleNorm goes with it).
+
+    Every reported run had one number in all four; a number above a layer's channels is clamped to them, so that 1 is
+    LayerNorm and 2048 InstanceNorm. Initial weights are PyTorch's.
 
     ``large_pictures`` is the authors' unused variant for big inputs: six pools instead of three.
     """

@@ -1,4 +1,8 @@
-"""ScaleNorm for a user's own model: a norm after every residual addition in a module's forward."""
+"""ScaleNorm for a user's own model: a norm after every residual addition in a module's forward.
+
+Residual additions are not modules, so each forward that adds is traced by ``torch.fx`` and written again with a call of
+a GroupNorm after the sum. What a trace cannot show, such as control flow that depends on data, is left alone and named.
+"""
 
 from __future__ import annotations
 
@@ -89,6 +93,7 @@ def _record_calls(model: nn.Module, example: Tensor) -> dict[str, tuple[Any, ...
 
 
 def _eval_mode(model: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Evaluation mode, so that trying a model out moves no statistics; returns every module's own mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     return modes
@@ -145,6 +150,7 @@ def _is_residual_addition(node: fx.Node) -> bool:
 
 
 def _free_name(module: nn.Module) -> str:
+    """The first of scale_norm1, scale_norm2 … that the module does not have."""
     taken, index = dict(module.named_children()), 1
     while f"scale_norm{index}" in taken:
         index += 1
@@ -156,6 +162,7 @@ def _device_of(module: nn.Module) -> torch.device | None:
 
 
 def _as_graph_module(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """The module with the graph as its forward, with all of its children and parameters under their names."""
     new = fx.GraphModule(module, graph, type(module).__name__)
     # GraphModule drops what the forward does not use; names in the state dict should stay.
     for name, child in module.named_children():

@@ -1,4 +1,7 @@
-"""UNet-9 and LinkNet-9 with their ScaleNorm variants (FACTS §3)."""
+"""UNet-9 and LinkNet-9 with their ScaleNorm variants (FACTS §3), for grey slices of 256 pixels.
+
+The papers' Dice loss sums over the batch, which mixes units: train with a loss of one value a slice.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +70,9 @@ class SegmentationNet9(nn.Module):
         x = self.res4(self.join_norm1(self._joined(x, skip1)))
         return self.head(self.up1(x))
 
-    def _joined(self, x: Tensor, skip: Tensor) -> Tensor:
-        return torch.cat((x, skip), dim=1) if self.join == "concat" else x + skip
+    def _joined(self, x_NCHW: Tensor, skip_NCHW: Tensor) -> Tensor:
+        """UNet's join doubles the channels, LinkNet's keeps them."""
+        return torch.cat((x_NCHW, skip_NCHW), dim=1) if self.join == "concat" else x_NCHW + skip_NCHW
 
 
 def segmentation9(
@@ -82,7 +86,7 @@ def segmentation9(
     scale_norm: bool = False,
     head: Literal["unit", "conv"] = "unit",
 ) -> nn.Module:
-    """UNet-9 (``join`` "concat") or LinkNet-9 ("add").
+    """UNet-9 (``join`` "concat") or LinkNet-9 ("add"); ``num_classes`` is the number of maps, 1 for one organ.
 
     ``head`` "unit" ends in norm and activation as the papers' code does, which bounds the scores from below;
     "conv" ends in a 1×1 convolution that gives free scores.

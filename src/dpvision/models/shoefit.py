@@ -1,4 +1,8 @@
-"""The small networks of "Making the shoe fit" and of tempered sigmoids (FACTS: Papernot et al.), and a linear model."""
+"""The small networks of "Making the shoe fit" and of tempered sigmoids (FACTS §5: Papernot et al.), and a linear model.
+
+Convolutions and linear layers have biases, and there is no norm. ``image_size`` sets the inputs of the first linear
+layer: one number, or height and width.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,8 @@ def shoefit_cnn(
 ) -> nn.Module:
     """The TF-Privacy tutorial's CNN: 16 and 32 filters, or ``filters`` in both convolutions (Table 1).
 
+    Its pools have stride 1, as in the tutorial; other ports pool with stride 2 or pad otherwise, at the same size.
+
     Pictures under 14 pixels have no room for two strides; there the first convolution keeps stride 1.
     """
     problems = Problems()
@@ -66,6 +72,7 @@ def shoefit_cnn(
 
 
 def _shoefit_side(side: int, stride: int) -> int:
+    """A side before the first linear layer: convolution 8 with padding 3, pool, convolution 4 of stride 2, pool."""
     pooled = (side - 2) // stride
     return (pooled - 4) // 2
 
@@ -91,6 +98,7 @@ def doermann_cnn(
 
 
 def _doermann_side(side: int) -> int:
+    """A side before the first linear layer: convolutions 5 and 4 without padding, halved after each."""
     return ((side - 4) // 2 - 3) // 2
 
 
@@ -120,7 +128,10 @@ def tempered_cnn(
     activation: str = "tanh",
     init: str = "pytorch",
 ) -> nn.Module:
-    """The CIFAR network of the tempered-sigmoid paper: as Table 2 of the shoe-fit paper, with 128 hidden units."""
+    """The CIFAR network of the tempered-sigmoid paper: as Table 2 of the shoe-fit paper, with 128 hidden units.
+
+    ``activation`` "tempered_sigmoid(scale,temperature,offset)" gives the family that the paper studies.
+    """
     layers = [*_three_pairs(in_channels, activation), nn.Flatten()]
     features = _three_pooled_features(image_size)
     layers += [nn.Linear(features, 128), make_activation(activation), nn.Linear(128, num_classes)]
@@ -130,7 +141,11 @@ def tempered_cnn(
 def shoefit_allconv(
     *, num_classes: int, in_channels: int, activation: str = "relu", init: str = "kaiming_normal"
 ) -> nn.Module:
-    """The all-convolutional network of Table 6, on which Mean-Var initialisation was studied."""
+    """The all-convolutional network of Table 6, on which Mean-Var initialisation was studied.
+
+    Its scores are the spatial means of a last convolution with one channel a class. For Mean-Var, draw the weights
+    again with ``models.initialise.mean_var`` from a trained model of the same options.
+    """
     layers: list[nn.Module] = []
     channels = in_channels
     for first, second in ((64, 128), (128, 256), (256, 512)):
@@ -141,6 +156,7 @@ def shoefit_allconv(
 
 
 def _three_pairs(in_channels: int, activation: str) -> list[nn.Module]:
+    """Twice a 3×3 convolution, then a pool, at 32, 64 and 128 channels: (N, C, H, W) → (N, 128, H // 8, W // 8)."""
     layers: list[nn.Module] = []
     for width in (32, 64, 128):
         layers += [nn.Conv2d(in_channels, width, 3, padding=1), make_activation(activation)]

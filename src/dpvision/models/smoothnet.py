@@ -1,8 +1,9 @@
-"""SmoothNet (FACTS: Remerscheid et al.) with its parts as switches, for the study of isolated components."""
+"""SmoothNet (FACTS §4: Remerscheid et al.) with its parts as switches, for the study of isolated components."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, final
+from dataclasses import dataclass
+from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +22,80 @@ _POOLS = {
 }
 
 
-class _Parts(NamedTuple):
-    """What the stages are made of."""
+@final
+@dataclass(frozen=True, kw_only=True)
+class SmoothNet:
+    """The options of SmoothNet W{10·width}D{10·depth}; ``build`` makes it.
 
-    depth: int
-    connections: Connections
-    pooling: Pooling
-    norm: Norm
-    activation: str
-    scale_norm: bool
+    Two stages of 8·width and 16·width channels, ``depth`` blocks each; the paper's own are ``width=8, depth=5``
+    (W80D50). ``pooling`` is a 3×3 pool of stride 1 inside every block: it smooths, it does not shrink. With
+    ``connections`` "residual" a block is added to its input wherever the channels match; ``scale_norm`` then normalises
+    each sum. ``init`` "selu_xavier" is Xavier-uniform with SELU's gain of 3/4.
+    """
+
+    num_classes: int
+    in_channels: int
+    width: float = 8.0
+    depth: float = 5.0
+    connections: Connections = "dense"
+    pooling: Pooling = "max"
+    norm: str = "group"
+    groups: int = 8
+    activation: str = "selu"
+    init: str = "selu_xavier"
+    scale_norm: bool = False
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        width, depth, connections = self.width, self.depth, self.connections
+        problems.positive("width", width)
+        problems.positive("depth", depth)
+        problems.raise_if_any()
+        problems.require(8 * width >= 1, f"width must give at least one channel (8 · width >= 1), got {width}.")
+        problems.require(depth >= 1, f"depth must be >= 1, got {depth}.")
+        known = connections in ("dense", "residual", "none")
+        problems.require(known, f"connections must be dense, residual or none, got {connections!r}.")
+        problems.require(self.pooling in _POOLS, f"pooling must be one of {', '.join(_POOLS)}, got {self.pooling!r}.")
+        fits = not self.scale_norm or connections == "residual"
+        problems.require(fits, f"scale_norm needs connections='residual', got {connections!r}.")
+        schemes = ("selu_xavier", *SCHEMES)
+        problems.require(self.init in schemes, f"init must be one of {', '.join(schemes)}, got {self.init!r}.")
+        problems.raise_if_any()
+
+    def build(self) -> nn.Sequential:
+        """Stage, transition that halves the picture, stage, head."""
+        stage0, channels = self._stage(self.in_channels, int(8 * self.width))
+        # The paper's transition has neither norm nor activation.
+        transition = nn.Sequential(nn.Conv2d(channels, channels // 2, 1, bias=False), nn.AvgPool2d(2))
+        last = int(16 * self.width)
+        stage1, _ = self._stage(channels // 2, last)
+        model = nn.Sequential(stage0, transition, stage1, *_head(last, self.num_classes, self.activation))
+        if self.init == "selu_xavier":
+            xavier_uniform(model, gain=nn.init.calculate_gain("selu"))
+        else:
+            initialise(model, self.init)
+        return model
+
+    def _stage(self, channels: int, width: int) -> tuple[Stage, int]:
+        """The stage and the channels that leave it: its input's too if connections are dense."""
+        norm = Norm(self.norm, self.groups)
+        blocks: list[nn.Module] = []
+        norms: list[nn.Module] = []
+        for _ in range(int(self.depth)):
+            blocks.append(self._block(channels, width))
+            # A block that changes the channels is not added to its input.
+            norms.append(norm.make(width) if self.scale_norm and channels == width else nn.Identity())
+            channels = channels + width if self.connections == "dense" else width
+        return Stage(blocks, connections=self.connections, scale_norms=norms), channels
+
+    def _block(self, in_channels: int, width: int) -> nn.Sequential:
+        """SmoothBlock: convolution, pool of stride 1, norm, activation."""
+        return nn.Sequential(
+            nn.Conv2d(in_channels, width, 3, padding=1, bias=False),
+            _POOLS[self.pooling](),
+            Norm(self.norm, self.groups).make(width),
+            make_activation(self.activation),
+        )
 
 
 @final
@@ -42,8 +108,9 @@ class Stage(nn.Module):
         self.scale_norms = nn.ModuleList(scale_norms)
         self.connections = connections
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the chain."""
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """Run the chain; height and width stay."""
+        x = x_NCHW
         for block, scale_norm in zip(self.blocks, self.scale_norms, strict=True):
             y = block(x)
             if self.connections == "dense":
@@ -68,67 +135,8 @@ class LastChannels(nn.Module):
         return x_NCHW[:, -self.count :]
 
 
-def smoothnet(
-    *,
-    num_classes: int,
-    in_channels: int,
-    width: float = 8.0,
-    depth: float = 5.0,
-    connections: Connections = "dense",
-    pooling: Pooling = "max",
-    norm: str = "group",
-    groups: int = 8,
-    activation: str = "selu",
-    init: str = "selu_xavier",
-    scale_norm: bool = False,
-) -> nn.Module:
-    """SmoothNet W{10·width}D{10·depth}: stages of 8·width and 16·width channels, ``depth`` blocks each.
-
-    With ``connections`` "residual" a block is added to its input wherever the channels match; ``scale_norm`` then
-    normalises each sum. ``init`` "selu_xavier" is Xavier-uniform with SELU's gain of 3/4.
-    """
-    problems = Problems()
-    problems.require(int(8 * width) >= 1, f"width must give at least one channel (8 · width >= 1), got {width}.")
-    problems.require(int(depth) >= 1, f"depth must be >= 1, got {depth}.")
-    problems.require(connections in ("dense", "residual", "none"), f"connections can't be {connections!r}.")
-    problems.require(pooling in _POOLS, f"pooling must be one of {', '.join(_POOLS)}, got {pooling!r}.")
-    problems.require(not scale_norm or connections == "residual", "scale_norm needs connections='residual'.")
-    problems.require(init == "selu_xavier" or init in SCHEMES, f"init must be selu_xavier, {', '.join(SCHEMES)}.")
-    problems.raise_if_any()
-    parts = _Parts(int(depth), connections, pooling, Norm(norm, groups), activation, scale_norm)
-    stage0, channels = _stage(in_channels, int(8 * width), parts)
-    transition = nn.Sequential(nn.Conv2d(channels, channels // 2, 1, bias=False), nn.AvgPool2d(2))
-    stage1, _ = _stage(channels // 2, int(16 * width), parts)
-    model = nn.Sequential(stage0, transition, stage1, *_head(int(16 * width), num_classes, activation))
-    if init == "selu_xavier":
-        xavier_uniform(model, gain=nn.init.calculate_gain("selu"))
-    else:
-        initialise(model, init)
-    return model
-
-
-def _stage(channels: int, width: int, parts: _Parts) -> tuple[Stage, int]:
-    """The stage and the channels that leave it."""
-    blocks: list[nn.Module] = []
-    norms: list[nn.Module] = []
-    for _ in range(parts.depth):
-        blocks.append(_block(channels, width, parts))
-        # A block that changes the channels is not added to its input.
-        norms.append(parts.norm.make(width) if parts.scale_norm and channels == width else nn.Identity())
-        channels = channels + width if parts.connections == "dense" else width
-    return Stage(blocks, connections=parts.connections, scale_norms=norms), channels
-
-
-def _block(in_channels: int, width: int, parts: _Parts) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(in_channels, width, 3, padding=1, bias=False),
-        _POOLS[parts.pooling](),
-        parts.norm.make(width),
-        make_activation(parts.activation),
-    )
-
-
 def _head(channels: int, num_classes: int, activation: str) -> list[nn.Module]:
+    """Pool to 4×4 pixels of the last block's channels, then three linear layers; pictures may have any size."""
     return [
         nn.AvgPool2d(2),
         LastChannels(channels),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import torch
 
-from dpvision import __version__
+from dpvision import __version__, native
 from dpvision.keys import Keys
 from dpvision.noise import generator_fingerprint
 
@@ -30,6 +30,7 @@ def current_binding(*, run_id: str, config_digest: str, data_fingerprint: str, d
         "dpvision": __version__,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
+        "kernels": native.identity(),
     }
 
 

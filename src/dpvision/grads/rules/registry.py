@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import final
 
 from torch import Tensor, nn
@@ -14,13 +14,19 @@ from dpvision.grads.shares import Share
 @final
 @dataclass(frozen=True)
 class LayerCall:
-    """One call of a layer that has a rule. Rows of ``x`` and ``dy`` come unit by unit."""
+    """One call of a layer that has a rule. Rows of ``x`` and ``dy`` come unit by unit.
+
+    ``per_row`` has the gradients of a layer that takes its parameters once for each row, ``y`` the output of a layer
+    that says ``keeps_output``.
+    """
 
     module: nn.Module
     x: Tensor
     dy: Tensor
     units: int
     wanted: frozenset[str]
+    per_row: Mapping[str, Tensor] = field(default_factory=dict)
+    y: Tensor | None = None
 
 
 Rule = Callable[[LayerCall], dict[str, Share]]

@@ -10,16 +10,18 @@ Shapes: U units, O filters, D entries of a filter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpvision.grads.rules.conv import Correlated, Correlation, channels_inside, seen_by
+from dpvision.grads.rules.conv import Correlated, Correlation, seen_by
 from dpvision.grads.rules.registry import LayerCall, register
-from dpvision.grads.shares import Kept, Share, sum_by_unit, sum_of_squares, sum_over_space
+from dpvision.grads.shares import Finish, Kept, Share, sum_by_unit, sum_of_squares, sum_over_space
 from dpvision.models.layers import WSConv2d
 
 
@@ -33,13 +35,14 @@ class Standardisation:
     live_O: Tensor
 
     @staticmethod
-    def of(module: WSConv2d, weight_OD: Tensor) -> Standardisation:
-        """Read off the layer's raw weight, its entries in any order, and its gain."""
+    def of(weight: Tensor, gain_O: Tensor | None, eps: float) -> Standardisation:
+        """Read off a layer's raw weight and its gain."""
+        weight_OD = weight.detach().flatten(1)
         centred_OD = weight_OD - weight_OD.mean(1, keepdim=True)
         square_O = centred_OD.square().sum(1)
-        s_O = square_O.clamp(min=module.eps).rsqrt()
-        scale_O = s_O if module.gain is None else s_O * module.gain.detach()
-        return Standardisation(centred_OD * s_O[:, None], scale_O, (square_O >= module.eps).to(s_O.dtype))
+        s_O = square_O.clamp(min=eps).rsqrt()
+        scale_O = s_O if gain_O is None else s_O * gain_O.detach()
+        return Standardisation(centred_OD * s_O[:, None], scale_O, (square_O >= eps).to(s_O.dtype))
 
     def pull_back(self, e: Tensor) -> Tensor:
         """The raw weight's gradient, from (…, O, D)."""
@@ -50,20 +53,23 @@ class Standardisation:
 @final
 @dataclass(frozen=True)
 class Moments:
-    """What norms need of the used weight's gradients: ``Σ_O scale²‖e‖²``, and of each filter Σe and ⟨z, e⟩."""
+    """What norms need of the used weight's gradients: ``Σ_O scale²‖e‖²``, and of each filter Σe and ⟨z, e⟩.
+
+    ``doubt_UO`` is how far ⟨z, e⟩ may be off where it does not come from e itself.
+    """
 
     squares_U: Tensor
     total_UO: Tensor
     along_UO: Tensor
+    doubt_UO: Tensor | None = None
 
 
 @final
 class Standardised(Share):
     """The raw weight's gradient, from the share of the weight that the convolution uses."""
 
-    def __init__(self, used: Correlated, geometry: Correlation, facts: Standardisation, moments: Moments) -> None:
+    def __init__(self, used: Share, facts: Standardisation, moments: Callable[[], Moments]) -> None:
         self._used = used
-        self._geometry = geometry
         self._facts = facts
         self._moments = moments
 
@@ -72,21 +78,57 @@ class Standardised(Share):
         return self._used.held_bytes
 
     def norms_sq(self) -> Tensor:
-        moments, facts = self._moments, self._facts
-        removed_UO = moments.total_UO.double().square() / facts.z_OD.shape[1]
-        removed_UO = removed_UO + facts.live_O * moments.along_UO.double().square()
-        kept_U = (moments.squares_U - removed_UO @ facts.scale_O.double().square()).clamp_min(0)
+        moments, facts = self._moments(), self._facts
+        scale_sq_O = facts.scale_O.double().square()
+        along_UO = moments.along_UO.double()
+        removed_UO = moments.total_UO.double().square() / facts.z_OD.shape[1] + facts.live_O * along_UO.square()
+        kept_U = (moments.squares_U - removed_UO @ scale_sq_O).clamp_min(0)
         # A difference: what rounding may have hidden is added, so that the norm is an upper bound.
-        return kept_U + 8 * torch.finfo(facts.scale_O.dtype).eps * moments.squares_U
+        hidden_U = 8 * torch.finfo(facts.scale_O.dtype).eps * moments.squares_U
+        if moments.doubt_UO is not None:
+            hidden_U = hidden_U + (2 * along_UO.abs() * moments.doubt_UO) @ scale_sq_O
+        return kept_U + hidden_U
 
     def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
-        inside = self._used.channels_inside
-        e_OD = self._geometry.to_order(self._used.weighted_sum(factor_U, dead_U), channels_inside=inside)
-        return self._geometry.from_order(self._facts.pull_back(e_OD), channels_inside=inside)
+        return self._used.weighted_sum(factor_U, dead_U)
+
+    @property
+    def finish(self) -> Finish:
+        facts, used = self._facts, self._used.finish
+
+        def pulled_back(total: Tensor) -> Tensor:
+            e = used(total)
+            return facts.pull_back(e.flatten(1)).view(e.shape)
+
+        return pulled_back
 
     def per_unit(self) -> Tensor:
-        raw_UOD = self._facts.pull_back(self._used.formed())
-        return self._geometry.from_order(raw_UOD, channels_inside=self._used.channels_inside)
+        e_U = self._used.per_unit()
+        return self._facts.pull_back(e_U.flatten(2)).view(e_U.shape)
+
+
+@final
+class Along(Share):
+    """The gain's gradient: ⟨z, e⟩ of each filter, with its doubt where it has one."""
+
+    def __init__(self, used: Share, facts: Standardisation, moments: Callable[[], Moments]) -> None:
+        self._used = used
+        self._facts = facts
+        self._moments = moments
+        self._known: Moments | None = None
+
+    def norms_sq(self) -> Tensor:
+        self._known = self._moments()
+        return sum_of_squares(self._known.along_UO)
+
+    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        if self._known is not None:
+            return Kept(self._known.along_UO).weighted_sum(factor_U, dead_U)
+        e = self._used.finish(self._used.weighted_sum(factor_U, dead_U))
+        return (e.flatten(1) * self._facts.z_OD).sum(1)
+
+    def per_unit(self) -> Tensor:
+        return self._moments().along_UO
 
 
 def standardised(call: LayerCall) -> dict[str, Share]:
@@ -101,11 +143,11 @@ def standardised(call: LayerCall) -> dict[str, Share]:
         geometry = _geometry(module)
         x = seen_by(geometry, module.pad(call.x), call.dy)
         used = Correlated(x, call.dy, geometry, call.units)
-        facts = Standardisation.of(module, geometry.to_order(geometry.weight, channels_inside=used.channels_inside))
-        moments = _moments_by_ghost(call, x, geometry, facts) if used.by_ghost else _moments(used, facts)
-        shares["weight"] = Standardised(used, geometry, facts, moments)
-        if "gain" in call.wanted:
-            shares["gain"] = Kept(moments.along_UO)
+        facts = Standardisation.of(module.weight, module.gain, module.eps)
+        by_ghost = partial(_moments_by_ghost, call, x, geometry, facts)
+        known = cache(by_ghost if used.by_ghost else partial(_moments, used, geometry, facts))
+        shares["weight"] = Standardised(used, facts, known)
+        shares["gain"] = Along(used, facts, known)
     return {name: share for name, share in shares.items() if name in call.wanted}
 
 
@@ -114,10 +156,11 @@ def _geometry(module: WSConv2d) -> Correlation:
     return Correlation(module.weight.detach(), size, stride, (1, 1), module.groups)
 
 
-def _moments(used: Correlated, facts: Standardisation) -> Moments:
+def _moments(used: Correlated, geometry: Correlation, facts: Standardisation) -> Moments:
     e_UOD = used.formed()
+    z_OD = geometry.to_order(facts.z_OD.view_as(geometry.weight), channels_inside=used.channels_inside)
     lengths_UO = sum_of_squares(e_UOD.flatten(0, 1)).unflatten(0, e_UOD.shape[:2])
-    directions_OD2 = torch.stack([torch.ones_like(facts.z_OD), facts.z_OD], 2)
+    directions_OD2 = torch.stack([torch.ones_like(z_OD), z_OD], 2)
     total_UO, along_UO = torch.bmm(e_UOD.transpose(0, 1), directions_OD2).permute(2, 1, 0)
     return Moments(lengths_UO @ facts.scale_O.double().square(), total_UO, along_UO)
 
@@ -125,7 +168,7 @@ def _moments(used: Correlated, facts: Standardisation) -> Moments:
 def _moments_by_ghost(call: LayerCall, x: Tensor, geometry: Correlation, facts: Standardisation) -> Moments:
     """The same without forming e: ⟨z, e⟩ = Σ_t dy · (z ∗ x), Σe = Σ_t dy · (box sum of x)."""
     scaled = Correlated(x, call.dy * facts.scale_O[:, None, None], geometry, call.units)
-    z = geometry.from_order(facts.z_OD, channels_inside=channels_inside(x))
+    z = facts.z_OD.view_as(geometry.weight)
     along = call.dy * F.conv2d(x, z, stride=geometry.stride, groups=geometry.groups)
     in_group = x.unflatten(1, (geometry.groups, -1)).sum(2)
     ones = torch.ones_like(z[: geometry.groups, :1])

@@ -1,0 +1,29 @@
+"""Who takes part: a name, and a way to make one whole training step for a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal, final
+
+from dpvision.bench.workload import Workload
+
+Step = Callable[[], None]
+Kind = Literal["ordinary", "private", "unclipped", "peer"]
+
+LEARNING_RATE: Final = 0.01
+MOMENTUM: Final = 0.9
+CLIP_NORM: Final = 1.0
+NOISE_MULTIPLIER: Final = 1.0
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """One way to take a training step. ``compiles`` marks those that are left out unless they are asked for."""
+
+    name: str
+    label: str
+    kind: Kind
+    make: Callable[[Workload], Step]
+    compiles: bool = False

@@ -1,0 +1,203 @@
+"""docs/benchmarks.md: figures, a chart and the command that made them, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from dpvision.bench.chart import bar_chart
+from dpvision.bench.contenders import REFERENCE
+from dpvision.bench.figures import PLAIN, Figures, Result
+from dpvision.bench.table import (
+    NOTHING,
+    demanded,
+    machine_line,
+    markdown,
+    mebibytes,
+    milliseconds,
+    percent,
+    ratio,
+    verdict,
+)
+from dpvision.checks import ArgumentError
+from dpvision.files import disk_errors, write_atomically
+
+_READING = """\
+Every contender takes whole training steps on the same rows: the private ones clipped sum, noise and optimizer, the
+ordinary ones forward, backward and SGD with momentum. All run interleaved in one process, in a new order every round;
+figures are medians. *× eager* is the time as a multiple of ordinary eager PyTorch, *× fastest ordinary* as a multiple
+of the fastest ordinary variant that took part. Memory is the peak of three steps beyond model and data, in a process
+of its own. The first step counts, so a compiled variant carries its compiler. Opacus draws its noise from torch's
+ordinary generator; our noise has full tails and costs more. Where Opacus knows no views, they are averaged from its
+per-row gradients.
+"""
+
+
+def require_writable(path: Path) -> None:
+    """Refuse, before anything is timed, a page that could not be written afterwards."""
+    if path.suffix != ".md":
+        raise ArgumentError(f"write must name a Markdown file (….md), got {str(path)!r}.")
+    if not path.parent.is_dir():
+        raise ArgumentError(f"write must name a file in a folder that exists, got {str(path)!r}.")
+
+
+def write_page(figures: Figures, path: Path) -> None:
+    """The page at ``path``, its chart (.svg) and all raw figures (.json) beside it; the page last."""
+    chart = path.with_suffix(".svg")
+    raw = json.dumps(figures.to_dict(), indent=1, allow_nan=False) + "\n"
+    contents = {
+        path.with_suffix(".json"): raw.encode(),
+        chart: bar_chart(figures.results),
+        path: page(figures, chart=chart.name).encode(),
+    }
+    with disk_errors(f"write {path.name}"):
+        for place, content in contents.items():
+            write_atomically(place, content)
+
+
+def page(figures: Figures, *, chart: str) -> str:
+    """The whole page as Markdown."""
+    suites = dict.fromkeys(result.suite for result in figures.results)
+    command = f"dpvision bench --suite {','.join(suites)} --threads {figures.threads} --repeats {figures.repeats}"
+    opening = [
+        "# Benchmarks\n",
+        f"{machine_line(figures)}.\n",
+        f"```\n{command} --write docs/benchmarks.md\n```\n",
+        f"![Time of a training step, ordinary eager PyTorch = 1]({chart})\n",
+        _READING,
+    ]
+    parts = [section for suite, results in _by_suite(figures) for section in _sections(suite, results, figures)]
+    return "\n".join([*opening, *parts])
+
+
+def _by_suite(figures: Figures) -> Iterator[tuple[str, list[Result]]]:
+    for suite, results in groupby(figures.results, key=lambda result: result.suite):
+        yield suite, list(results)
+
+
+def _sections(suite: str, results: Sequence[Result], figures: Figures) -> Iterator[str]:
+    yield f"## {suite[:1].upper()}{suite[1:]}\n"
+    yield _headline(results)
+    if suite == "scaling":
+        yield "### Time and memory as the batch grows\n"
+        yield _growth(results)
+    yield "### Every contender, × eager\n"
+    yield _everybody(results)
+    yield "### Peak memory, MiB beyond model and data\n"
+    yield _memory(results)
+    if any(result.breakdown for result in results):
+        yield "### Where a private step's time goes\n"
+        yield _breakdown(results)
+    yield "### Distance from the machine's matrix-product peak, and what privacy costs\n"
+    yield _peak(results, figures.peak_flops)
+    yield from _failures(results)
+
+
+def _headline(results: Sequence[Result]) -> str:
+    columns = ("workload", "eager, ms", "fastest ordinary", "private step × eager", "× fastest ordinary")
+    columns += ("plain × eager", "best Opacus × eager", "memory × eager", "target", "")
+    return markdown(columns, (_headline_row(result) for result in results))
+
+
+def _headline_row(result: Result) -> list[str]:
+    fastest, peer = result.fastest_ordinary or REFERENCE, result.fastest_peer
+    return [
+        result.workload.title,
+        milliseconds(result.seconds(REFERENCE)),
+        f"{ratio(result.ratio(fastest))} ({fastest})",
+        f"**{ratio(result.ratio(result.headline))}**",
+        ratio(result.ratio_to_fastest(result.headline)),
+        ratio(result.ratio(PLAIN)),
+        NOTHING if peer is None else f"{ratio(result.ratio(peer))} ({peer.removeprefix('opacus-')})",
+        ratio(result.memory_ratio(result.headline)),
+        demanded(result),
+        verdict(result),
+    ]
+
+
+def _growth(results: Sequence[Result]) -> str:
+    """One line a batch: the time of one unit and the memory stay where they are, if all is well."""
+    columns = ("batch", "eager, ms", "private, ms", "private, µs a unit", "eager, MiB", "private, MiB")
+    return markdown(columns, (_growth_row(result) for result in results))
+
+
+def _growth_row(result: Result) -> list[str]:
+    ordinary, private = result.row(REFERENCE), result.row(result.headline)
+    seconds = None if private is None else private.seconds
+    return [
+        f"{result.workload.batch:,}",
+        milliseconds(result.seconds(REFERENCE)),
+        milliseconds(seconds),
+        NOTHING if seconds is None else f"{1e6 * seconds / result.workload.batch:.1f}",
+        mebibytes(None if ordinary is None else ordinary.memory_bytes),
+        mebibytes(None if private is None else private.memory_bytes),
+    ]
+
+
+def _names(results: Sequence[Result]) -> list[str]:
+    return list(dict.fromkeys(row.contender for result in results for row in result.rows))
+
+
+def _everybody(results: Sequence[Result]) -> str:
+    names = _names(results)
+    return markdown(
+        ("workload", *names),
+        ([result.workload.title, *(_cell(result, name) for name in names)] for result in results),
+    )
+
+
+def _cell(result: Result, name: str) -> str:
+    row = result.row(name)
+    return "fails" if row is not None and row.fails is not None else ratio(result.ratio(name))
+
+
+def _memory(results: Sequence[Result]) -> str:
+    names = _names(results)
+
+    def cell(result: Result, name: str) -> str:
+        row = result.row(name)
+        return NOTHING if row is None else "fails" if row.memory_fails is not None else mebibytes(row.memory_bytes)
+
+    rows = ([result.workload.title, *(cell(result, name) for name in names)] for result in results)
+    return markdown(("workload", *names), rows)
+
+
+def _breakdown(results: Sequence[Result]) -> str:
+    parts = next(list(result.breakdown) for result in results if result.breakdown)
+    rows = []
+    for result in results:
+        total = sum(result.breakdown.values()) or 1.0
+        shares = [percent(result.breakdown[part] / total) if result.breakdown else NOTHING for part in parts]
+        rows.append([result.workload.title, *shares])
+    return markdown(("workload", *parts), rows)
+
+
+def _peak(results: Sequence[Result], peak: float) -> str:
+    columns = ("workload", "GF in an ordinary step", "eager", "fastest ordinary", "private", "privacy costs")
+    rows = (
+        [
+            result.workload.title,
+            f"{result.flops / 1e9:,.3g}",
+            percent(result.share_of(REFERENCE, peak)),
+            percent(result.share_of(result.fastest_ordinary or REFERENCE, peak)),
+            percent(result.share_of(result.headline, peak)),
+            percent(result.privacy_cost),
+        ]
+        for result in results
+    )
+    return markdown(columns, rows)
+
+
+def _failures(results: Sequence[Result]) -> Iterator[str]:
+    lines = [
+        f"- {result.workload.title}, {row.label}: {reason}"
+        for result in results
+        for row in result.rows
+        for reason in dict.fromkeys((row.fails, row.memory_fails))
+        if reason is not None
+    ]
+    if lines:
+        yield "### What failed\n"
+        yield "\n".join(lines) + "\n"

@@ -1,0 +1,111 @@
+"""Named lists of workloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, final
+
+from dpvision import models
+from dpvision.bench.figures import Target
+from dpvision.bench.workload import Workload
+from dpvision.checks import ArgumentError
+
+_FEW: Final = ("eager", "channels-last", "dpvision-plain", "dpvision-native", "opacus-hooks", "opacus-ghost")
+# Batches for which a step takes about a second on two cores and everybody fits into 16 GiB together.
+_CATALOGUE_BATCH: Final = {
+    "linear": 1024,
+    "shoefit_cnn": 256,
+    "doermann_cnn": 256,
+    "scatter_linear": 256,
+    "scatter_cnn": 256,
+    "wrn28_10": 8,
+    "resnet34": 8,
+    "resnet50": 8,
+    "scaleresnet50": 8,
+    "densenet121": 8,
+    "efficientnet_b0": 8,
+    "nf_resnet50": 4,
+    "nf_resnet200": 2,
+    "nfnet_f0": 2,
+    "nfnet_f3": 1,
+}
+_CATALOGUE_SIZE: Final = {"segmentation": 128}
+_SCALED_BATCHES: Final = (256, 1024, 4096, 16_384)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One workload of a suite, what is demanded of it, and who takes part (None: everybody)."""
+
+    suite: str
+    workload: Workload
+    target: Target | None = None
+    contenders: tuple[str, ...] | None = None
+
+
+def suite(name: str) -> tuple[Item, ...]:
+    """The workloads of that name."""
+    if name not in _SUITES:
+        raise ArgumentError(f"suite must be one of {', '.join(_SUITES)}, got {name!r}.")
+    return _SUITES[name]()
+
+
+def _targets() -> tuple[Item, ...]:
+    def item(target: Target, model: str, *, batch: int, views: int = 1, **picture: int) -> Item:
+        workload = Workload.of(model, batch=batch, views=views, **picture)
+        return Item(suite="targets", workload=workload, target=target)
+
+    return (
+        item(Target(ratio=0.40, memory_ratio=0.8, plain_ratio=1.15), "scaleresnet9", batch=256),
+        item(Target(ratio=0.55, memory_ratio=0.8, plain_ratio=1.3), "wrn16_4", batch=256),
+        item(Target(ratio=0.60, memory_ratio=0.8), "wrn16_4", batch=64, views=4),
+        item(Target(ratio=0.80, memory_ratio=1.0), "smoothnet", batch=256),
+        item(Target(ratio=0.70, memory_ratio=1.0), "resnet9", batch=32, image_size=160),
+        item(Target(ratio=0.70, memory_ratio=1.0), "unet9", batch=32, image_size=128),
+        item(Target(ratio=1.0), "shoefit_cnn", batch=256),
+        item(Target(ratio=1.0), "linear", batch=4096, image_size=1, in_channels=2048),
+    )
+
+
+def _catalogue() -> tuple[Item, ...]:
+    return tuple(
+        Item(
+            suite="catalogue",
+            workload=Workload.of(
+                entry.name,
+                batch=_CATALOGUE_BATCH.get(entry.name, 32),
+                image_size=_CATALOGUE_SIZE.get(entry.family),
+            ),
+            contenders=_FEW,
+        )
+        for entry in models.catalogue()
+    )
+
+
+def _scaling() -> tuple[Item, ...]:
+    return tuple(
+        Item(
+            suite="scaling",
+            workload=Workload.of("shoefit_cnn", batch=batch),
+            contenders=("eager", "channels-last", "dpvision-plain", "dpvision-native"),
+        )
+        for batch in _SCALED_BATCHES
+    )
+
+
+def _quick() -> tuple[Item, ...]:
+    return (
+        Item(suite="quick", workload=Workload.of("shoefit_cnn", batch=64)),
+        Item(suite="quick", workload=Workload.of("scaleresnet9", batch=8)),
+    )
+
+
+_SUITES: Final[dict[str, Callable[[], tuple[Item, ...]]]] = {
+    "targets": _targets,
+    "catalogue": _catalogue,
+    "scaling": _scaling,
+    "quick": _quick,
+}
+SUITES: Final = tuple(_SUITES)

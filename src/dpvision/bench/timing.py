@@ -1,0 +1,91 @@
+"""Times of several contenders, interleaved, so that a noisy machine is noisy for all of them."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final, final
+
+import torch
+
+from dpvision.bench.contender import Contender, Step
+from dpvision.bench.workload import Workload
+
+Progress = Callable[[str], None]
+_LONGEST_REASON: Final = 160
+_PATH: Final = re.compile(r"(?:/[\w.+~-]+){2,}")
+
+
+@final
+@dataclass(eq=False)
+class Times:
+    """Seconds of every timed step, by contender, and why a contender has none."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def time_contenders(contenders: Sequence[Contender], workload: Workload, *, repeats: int, progress: Progress) -> Times:
+    """Every contender once for warming up, then ``repeats`` rounds in which each takes one step, in a new order."""
+    times = Times()
+    if any(one.compiles for one in contenders):
+        torch.compiler.reset()
+    steps = {one.name: _warmed_up(one, workload, times, progress) for one in contenders}
+    ready = {name: step for name, step in steps.items() if step is not None}
+    order = torch.Generator().manual_seed(0)
+    for number in range(repeats):
+        gc.collect()
+        for index in torch.randperm(len(contenders), generator=order).tolist():
+            name = contenders[index].name
+            if name in ready:
+                progress(f"{workload.title}: round {number + 1} of {repeats}, {name}")
+                _take_one(name, ready, times)
+    return times
+
+
+def _warmed_up(one: Contender, workload: Workload, times: Times, progress: Progress) -> Step | None:
+    progress(f"{workload.title}: warming up, {one.name}")
+    with _reported(one.name, times.failures), quiet():
+        step = one.make(workload)
+        step()
+        return step
+    return None
+
+
+def _take_one(name: str, ready: dict[str, Step], times: Times) -> None:
+    with _reported(name, times.failures), quiet():
+        started = time.perf_counter()
+        ready[name]()
+        times.seconds.setdefault(name, []).append(time.perf_counter() - started)
+    if name in times.failures:
+        del ready[name]
+        times.seconds.pop(name, None)
+
+
+@contextmanager
+def _reported(name: str, failures: dict[str, str]) -> Iterator[None]:
+    """Turn whatever goes wrong with one contender into its row's text."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - peers and compilers fail in ways of their own, and the row says how
+        failures[name] = reason_of(error)
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in one short line, without the paths of this machine."""
+    lines = str(error).strip().splitlines() or [""]
+    text = f"{type(error).__name__}: {_PATH.sub('…', lines[0])}".removesuffix(": ")
+    return text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 1]}…"
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings: peers warn at every step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

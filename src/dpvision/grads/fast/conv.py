@@ -1,0 +1,171 @@
+"""3×3 convolutions by Winograd's method: forward, input gradient, and every unit's weight gradient.
+
+Shapes: N rows, U units, I in, O out, K kernel (3), H height, W width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
+from typing_extensions import TypeIs
+
+from dpvision.grads.fast.norm import channels_last, is_channels_last
+from dpvision.grads.rules.standardised import Standardisation
+from dpvision.models.layers import WSConv2d
+from dpvision.native import winograd
+
+_LEAST_SIDE: Final = 3
+"""Below this, most of a 4×4 tile is padding."""
+
+_LEAST_GAIN: Final = 0.01
+"""Below this, a filter's own output says too little about ⟨z, e⟩."""
+
+T = TypeVar("T")
+
+
+class _Convolve(Function):
+    """Forward and input gradient. The weight is an input only so that the output has a gradient: none flows to it."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x_NIHW: Tensor, weight: Tensor, bias_O: Tensor | None, layer: Winograd
+    ) -> Tensor:
+        ctx.layer = layer
+        return winograd.convolve(x_NIHW, layer.filters(backward=False), None if bias_O is None else bias_O.detach())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NOHW: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        return winograd.convolve(channels_last(dy_NOHW), ctx.layer.filters(backward=True), None), None, None, None
+
+
+class Winograd(nn.Module):
+    """Stands in for a 3×3 convolution with stride and padding one, with its parameters.
+
+    Between ``hold`` and ``release`` what it derives from them is made only once. Inputs that don't fit go through the
+    layer itself.
+    """
+
+    def __init__(self, layer: nn.Conv2d | WSConv2d) -> None:
+        super().__init__()
+        for name, parameter in layer.named_parameters():
+            self.register_parameter(name, parameter)
+        self._layers = [layer]  # in a list: not a child, so that each parameter has one owner here
+        self._holding = False
+        self._held: dict[str, Any] = {}
+
+    @property
+    def layer(self) -> nn.Conv2d | WSConv2d:
+        """What it stands in for."""
+        return self._layers[0]
+
+    def used_weight(self) -> Tensor:
+        """The weight that the convolution uses."""
+        layer = self.layer
+        return layer.standardised_weight() if isinstance(layer, WSConv2d) else layer.weight
+
+    def hold(self) -> None:
+        """Keep what is derived from now on: the weights stay as they are."""
+        self._holding = True
+
+    def release(self) -> None:
+        """Forget it."""
+        self._holding = False
+        self._held.clear()
+
+    def derived(self, name: str, make: Callable[[], T]) -> T:
+        """Something made of the weights alone, kept while that is allowed."""
+        if name in self._held:
+            return self._held[name]
+        with torch.no_grad():
+            made = make()
+        if self._holding:
+            self._held[name] = made
+        return made
+
+    def filters(self, *, backward: bool) -> Tensor:
+        """The transformed filters of the forward pass or of the input gradient."""
+        weight = self.derived("weight", self.used_weight)
+        return self.derived(f"filters {backward}", lambda: winograd.transform(weight, backward=backward))
+
+    def takes(self, x_NIHW: Tensor) -> bool:
+        """Whether this input goes through Winograd's method."""
+        return is_channels_last(x_NIHW) and x_NIHW.shape[0] > 0 and min(x_NIHW.shape[2:]) >= _LEAST_SIDE
+
+    def forward(self, x_NIHW: Tensor) -> Tensor:
+        """Convolve."""
+        layer = self.layer
+        if not self.takes(x_NIHW):
+            return layer(x_NIHW)
+        return _Convolve.apply(x_NIHW, layer.weight, layer.bias, self)
+
+
+@final
+class WinogradConv2d(Winograd):
+    """Stands in for an ``nn.Conv2d``."""
+
+    @staticmethod
+    def fits(module: nn.Module) -> TypeIs[nn.Conv2d]:
+        """Whether a layer is such a convolution."""
+        return (
+            type(module) is nn.Conv2d
+            and module.kernel_size == (3, 3)
+            and module.stride == (1, 1)
+            and module.dilation == (1, 1)
+            and module.groups == 1
+            and module.padding in ((1, 1), "same")
+            and module.padding_mode == "zeros"
+            and winograd.takes(in_channels=module.in_channels, out_channels=module.out_channels)
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Facts:
+    """What the per-unit gradients of a standardised convolution depend on besides pictures."""
+
+    standardisation: Standardisation
+    z_KKIO: Tensor
+    gain_O: Tensor
+    bias_O: Tensor
+    steep: bool
+
+
+@final
+class WinogradWSConv2d(Winograd):
+    """Stands in for a ``WSConv2d``."""
+
+    keeps_output: Final = True
+
+    @staticmethod
+    def fits(module: nn.Module) -> TypeIs[WSConv2d]:
+        """Whether a layer is such a convolution."""
+        return (
+            type(module) is WSConv2d
+            and module.kernel_size == 3
+            and module.stride == 1
+            and module.groups == 1
+            and module.padding in ("same", 1)
+            and winograd.takes(in_channels=module.in_channels, out_channels=module.out_channels)
+        )
+
+    def facts(self) -> Facts:
+        """Derived from the parameters, once a step."""
+        return self.derived("facts", self._make_facts)
+
+    def _make_facts(self) -> Facts:
+        layer = self.layer
+        if not isinstance(layer, WSConv2d):
+            raise TypeError(f"not a WSConv2d: {type(layer).__name__}")
+        known = Standardisation.of(layer.weight, layer.gain, layer.eps)
+        z_KKIO = known.z_OD.view_as(layer.weight).permute(2, 3, 1, 0).contiguous()
+        gain_O = torch.ones_like(known.scale_O) if layer.gain is None else layer.gain.detach()
+        bias_O = torch.zeros_like(known.scale_O) if layer.bias is None else layer.bias.detach()
+        return Facts(known, z_KKIO, gain_O, bias_O, bool((gain_O.abs() >= _LEAST_GAIN).all()))

@@ -1,0 +1,172 @@
+"""Put fast layers into a model's graph: chains around a GroupNorm become one pass, 3×3 convolutions Winograd's.
+
+The model itself stays as it is. The graph's layers hold the very same parameters.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from dpvision.grads.fast.conv import WinogradConv2d, WinogradWSConv2d
+from dpvision.grads.fast.norm import Chain, FusedNorm
+from dpvision.grads.fast.trace import traced
+from dpvision.grads.rules import rule_for
+
+_LAYERS: Final[dict[type[nn.Module], str]] = {
+    nn.ReLU: "relu",
+    nn.Mish: "mish",
+    nn.Tanh: "tanh",
+    nn.SiLU: "silu",
+    nn.SELU: "selu",
+    nn.ELU: "elu",
+}
+_FUNCTIONS: Final[dict[Callable[..., Any], str]] = {
+    F.relu: "relu",
+    torch.relu: "relu",
+    F.mish: "mish",
+    F.silu: "silu",
+    F.selu: "selu",
+    torch.tanh: "tanh",
+}
+_SUMS: Final = (operator.add, operator.iadd, torch.add)
+
+
+def fast_twin(model: nn.Module, *, compiled: bool = False) -> fx.GraphModule | None:
+    """The model's graph with fast layers in it, or ``None`` where there is no graph or nothing to gain.
+
+    The layers are native, or with ``compiled`` made by ``torch.compile``.
+    """
+    graph_module = traced(model)
+    if graph_module is None:
+        return None
+    made = _fuse_norms(graph_module, compiled=compiled)
+    if not compiled:
+        made += _replace_convolutions(graph_module)
+    if not made:
+        return None
+    graph_module.graph.lint()
+    graph_module.delete_all_unused_submodules()
+    graph_module.recompile()
+    return graph_module
+
+
+def _replace_convolutions(graph_module: fx.GraphModule) -> int:
+    made = 0
+    for node in list(graph_module.graph.nodes):
+        module = _module_of(graph_module, node)
+        if module is None or len(node.args) != 1 or node.kwargs or not _answered_for(module):
+            continue
+        for layer in (WinogradConv2d, WinogradWSConv2d):
+            if layer.fits(module):
+                node.target = _put(graph_module, f"dpvision_winograd_{made}", layer(module))
+                made += 1
+    return made
+
+
+def _fuse_norms(graph_module: fx.GraphModule, *, compiled: bool) -> int:
+    made = 0
+    for node in list(graph_module.graph.nodes):
+        norm = _module_of(graph_module, node)
+        if type(norm) is nn.GroupNorm and len(node.args) == 1 and not node.kwargs and _answered_for(norm):
+            chain, inputs, last = _chain_around(graph_module, node, norm)
+            target = _put(graph_module, f"dpvision_norm_{made}", FusedNorm(norm, chain, compiled=compiled))
+            _replace(graph_module.graph, inputs, last, target)
+            made += 1
+    return made
+
+
+def _chain_around(
+    graph_module: fx.GraphModule, node: fx.Node, norm: nn.GroupNorm
+) -> tuple[Chain, tuple[fx.Node, ...], fx.Node]:
+    """A GroupNorm and what belongs to it: the chain, its inputs, and the node whose value it gives."""
+    first, last = node, node
+    activation, norm_first, pool = "none", True, False
+    after, before = _only_user(node), node.args[0]
+    if after is not None and (found := _activation(graph_module, after)):
+        activation, last = found, after
+    elif isinstance(before, fx.Node) and _only_user(before) is node and (found := _activation(graph_module, before)):
+        activation, norm_first, first = found, False, before
+    after = _only_user(last)
+    if after is not None and _is_pool(_module_of(graph_module, after)):
+        pool, last = True, after
+    inputs = [first.args[0]]
+    after = _only_user(last)
+    if after is not None and (other := _other_summand(after, last)) is not None:
+        inputs.append(other)
+        last = after
+    return Chain(norm.num_groups, norm.eps, activation, norm_first, pool), tuple(inputs), last
+
+
+def _replace(graph: fx.Graph, inputs: tuple[fx.Node, ...], last: fx.Node, target: str) -> None:
+    """Let one layer give what ``last`` gave, and remove what nobody needs any more."""
+    with graph.inserting_before(last):
+        fused = graph.call_module(target, inputs)
+    last.replace_all_uses_with(fused)
+    _erase_back(graph, last, {*inputs})
+
+
+def _erase_back(graph: fx.Graph, node: fx.Node, keep: set[Any]) -> None:
+    """Remove a node nobody uses, and what only it used."""
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for before in inputs:
+        if before not in keep and not before.users:
+            _erase_back(graph, before, keep)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _activation(graph_module: fx.GraphModule, node: fx.Node) -> str | None:
+    module = _module_of(graph_module, node)
+    if module is not None:
+        name = _LAYERS.get(type(module))
+        return None if isinstance(module, nn.ELU) and module.alpha != 1 else name
+    if node.op == "call_function" and len(node.args) == 1 and set(node.kwargs) <= {"inplace"}:
+        return _FUNCTIONS.get(node.target) if callable(node.target) else None
+    return "relu" if node.op == "call_method" and node.target in ("relu", "relu_") and len(node.args) == 1 else None
+
+
+def _is_pool(module: nn.Module | None) -> bool:
+    return (
+        type(module) is nn.MaxPool2d
+        and module.kernel_size in (2, (2, 2))
+        and module.stride in (2, (2, 2))
+        and module.padding in (0, (0, 0))
+        and module.dilation in (1, (1, 1))
+        and not module.ceil_mode
+        and not module.return_indices
+    )
+
+
+def _other_summand(node: fx.Node, one: fx.Node) -> fx.Node | None:
+    """What else a sum adds, if it is a sum of two different nodes that are there before it."""
+    if node.op != "call_function" or node.target not in _SUMS or len(node.args) != 2 or node.kwargs:
+        return None
+    left, right = node.args
+    other = right if left is one else left
+    if not isinstance(other, fx.Node) or other is one:
+        return None
+    # An in-place sum into something else's memory must stay what it is.
+    return None if node.target is operator.iadd and left is not one else other
+
+
+def _module_of(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    return graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _answered_for(module: nn.Module) -> bool:
+    """Whether a rule, and not the fallback, speaks for the layer: else its type does not say what it computes."""
+    return rule_for(module) is not None
+
+
+def _put(graph_module: fx.GraphModule, name: str, layer: nn.Module) -> str:
+    graph_module.add_submodule(name, layer)
+    return name

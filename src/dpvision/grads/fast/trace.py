@@ -1,0 +1,82 @@
+"""A model's forward pass written down as a graph, where that is certain to mean the same; else the model runs as it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.nn.modules import module as torch_modules
+
+from dpvision.grads.probe import same_attributes
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+
+
+def traced(model: nn.Module) -> fx.GraphModule | None:
+    """The model as a graph of its own leaf modules, or ``None`` where the graph could be something else.
+
+    A graph freezes what Python decided on the way. So there is none for a model that branches on values, draws random
+    numbers in Python, writes into itself, has hooks, or owns parameters at its root.
+    """
+    if _has_hooks(model) or any(True for _ in model.parameters(recurse=False)) or not any(model.children()):
+        return None
+    before = _outside_state()
+    try:
+        with same_attributes(model):
+            kept = list(_attributes(model))
+            graphs = [_Tracer().trace(model) for _ in range(2)]
+            untouched = all(table.get(name) is value for table, name, value in kept)
+    except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, IndexError, KeyError):
+        return None  # not an error: such a model has no graph, and runs as its author wrote it
+    if before != _outside_state() or not untouched or str(graphs[0]) != str(graphs[1]):
+        return None
+    return fx.GraphModule(model, graphs[0])
+
+
+@final
+class _Tracer(fx.Tracer):
+    """Goes into containers only: whatever owns parameters, has no children or comes with PyTorch stays whole."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        container = type(m) in (nn.Sequential, nn.ModuleList, nn.ModuleDict) or not type(m).__module__.startswith("torch.")
+        owns = any(True for _ in m.parameters(recurse=False)) or any(True for _ in m.buffers(recurse=False))
+        return not container or owns or not any(True for _ in m.children())
+
+
+def frozen_values(model: nn.Module) -> tuple[Any, ...]:
+    """Plain values in the model's attributes, which a graph would freeze: when they change, it must be made again."""
+    kinds = (bool, str, int, float, tuple)
+    return tuple(
+        (name, key, value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, kinds) and not key.startswith("_")
+    )
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    for module in model.modules():
+        for table in (vars(module), module._buffers, module._parameters, module._modules):
+            yield from ((table, name, value) for name, value in list(table.items()))
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    if any(getattr(torch_modules, name, None) for name in _GLOBAL_HOOKS):
+        return True
+    return any(getattr(module, name, None) for module in model.modules() for name in _HOOKS)
+
+
+def _outside_state() -> tuple[Any, ...]:
+    """The generators that a forward pass might have drawn from while it was written down."""
+    numbers = np.random.get_state(legacy=True)  # noqa: NPY002 (the global one is what a user's model would draw from)
+    return random.getstate(), numbers[1].tobytes(), numbers[2], torch.get_rng_state().numpy().tobytes()

@@ -1,0 +1,141 @@
+"""Per-unit weight gradients of Winograd convolutions: formed, or known by their norms alone.
+
+Shapes: N rows, U units, I in, O out, K kernel (3), H height, W width, T = H·W positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Final, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpvision.grads.fast.conv import Facts, WinogradConv2d, WinogradWSConv2d
+from dpvision.grads.fast.norm import channels_last
+from dpvision.grads.rules.conv import convolution as by_windows
+from dpvision.grads.rules.registry import LayerCall, register
+from dpvision.grads.rules.standardised import Along, Moments, Standardised
+from dpvision.grads.rules.standardised import standardised as standardised_by_windows
+from dpvision.grads.shares import Finish, Kept, Share, sum_by_unit
+from dpvision.native import grams, moments, winograd
+
+_GHOST: Final = 8
+"""Measured with the native kernels: norms from Gram matrices win above so many entries for a pair of positions."""
+
+
+@final
+class WinogradGradient(Share):
+    """One convolution's weight gradient, in the order (K, K, I, O)."""
+
+    def __init__(self, x_NIHW: Tensor, dy_NOHW: Tensor, units: int, z_KKIO: Tensor | None = None) -> None:
+        self._x = x_NIHW
+        self._dy = dy_NOHW
+        self._units = units
+        self._z_KKIO = z_KKIO
+        self._formed: tuple[Tensor, Tensor] | None = None
+        self._summed: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        return 0 if self._formed is None else self._formed[0].nbytes
+
+    @property
+    def by_ghost(self) -> bool:
+        """Whether norms come from Gram matrices, so that no unit's gradient is formed."""
+        positions = self._dy.shape[2] * self._dy.shape[3]
+        entries = 9 * self._x.shape[1] * self._dy.shape[1]
+        return self._x.shape[0] == self._units and _GHOST * positions * positions <= entries
+
+    def norms_sq(self) -> Tensor:
+        return self.gram_norms_sq(self._dy) if self.by_ghost else self.formed()[1][:, 0].sum(1)
+
+    def gram_norms_sq(self, dy_NOHW: Tensor) -> Tensor:
+        """Squared norms for this output gradient without forming anything."""
+        x_UTI, g_UTO = (part.flatten(2).mT for part in (self._x, dy_NOHW))
+        x_gram_UTT, g_gram_UTT = torch.bmm(x_UTI, x_UTI.mT), torch.bmm(g_UTO, g_UTO.mT)
+        return grams.shifted_gram_norms_sq(x_gram_UTT, g_gram_UTT, *self._x.shape[2:])
+
+    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        if self._formed is not None:
+            return Kept(self._formed[0]).weighted_sum(factor_U, dead_U)
+        if self._summed is None or self._summed[0] is not factor_U:  # a gain asks for the same sum as its weight
+            factor_N = factor_U.to(torch.float32).repeat_interleave(self._x.shape[0] // self._units)
+            self._summed = factor_U, winograd.summed_gradient(self._x, self._dy, factor_N)
+        return self._summed[1]
+
+    @property
+    def finish(self) -> Finish:
+        return _to_weight_order
+
+    def per_unit(self) -> Tensor:
+        return self.formed()[0].permute(0, 4, 3, 1, 2)
+
+    def formed(self) -> tuple[Tensor, Tensor]:
+        """The gradients (U, K, K, I, O), and of each filter: squares, and with z also Σe and ⟨z, e⟩."""
+        if self._formed is None:
+            self._formed = winograd.unit_gradients(self._x, self._dy, self._z_KKIO, self._units)
+        return self._formed
+
+
+def _to_weight_order(total_KKIO: Tensor) -> Tensor:
+    return total_KKIO.permute(3, 2, 0, 1)
+
+
+def convolution(call: LayerCall) -> dict[str, Share]:
+    """An ordinary convolution."""
+    module = call.module
+    if not isinstance(module, WinogradConv2d):
+        raise TypeError(f"not a WinogradConv2d: {type(module).__name__}")
+    if not module.takes(call.x):
+        return by_windows(replace(call, module=module.layer))
+    dy = channels_last(call.dy)
+    shares: dict[str, Share] = {"weight": WinogradGradient(call.x, dy, call.units)}
+    return {**shares, **_bias(call, dy)}
+
+
+def standardised(call: LayerCall) -> dict[str, Share]:
+    """A weight-standardised convolution: see ``rules/standardised.py`` for the mathematics."""
+    module = call.module
+    if not isinstance(module, WinogradWSConv2d):
+        raise TypeError(f"not a WinogradWSConv2d: {type(module).__name__}")
+    if not module.takes(call.x):
+        return standardised_by_windows(replace(call, module=module.layer))
+    facts, dy = module.facts(), channels_last(call.dy)
+    used = WinogradGradient(call.x, dy, call.units, facts.z_KKIO)
+    by_ghost = partial(_moments_by_ghost, call, dy, used, facts)
+    known = cache(by_ghost if used.by_ghost and facts.steep else partial(_moments, used, facts))
+    shares: dict[str, Share] = {
+        "weight": Standardised(used, facts.standardisation, known),
+        "gain": Along(used, facts.standardisation, known),
+    }
+    return {**shares, **_bias(call, dy)}
+
+
+def _bias(call: LayerCall, dy: Tensor) -> dict[str, Share]:
+    return {"bias": Kept(sum_by_unit(moments.channel_sums(dy), call.units))} if "bias" in call.wanted else {}
+
+
+def _moments(used: WinogradGradient, facts: Facts) -> Moments:
+    squares_UO, total_UO, along_UO = used.formed()[1].unbind(1)
+    return Moments(squares_UO @ facts.standardisation.scale_O.double().square(), total_UO, along_UO)
+
+
+def _moments_by_ghost(call: LayerCall, dy: Tensor, used: WinogradGradient, facts: Facts) -> Moments:
+    """Without forming e: ⟨w', e⟩ = Σ_t dy · (y − bias), Σe = Σ_t dy · (box sum of x)."""
+    if call.y is None:
+        raise TypeError("the layer's output was not kept")
+    scale_O = facts.standardisation.scale_O
+    box = F.avg_pool2d(call.x.sum(1, keepdim=True), 3, 1, padding=1, divisor_override=1)
+    dy_U, dyy_U, total_U, loudness_U = moments.convolution_moments(dy, channels_last(call.y), box[:, 0]).unbind(1)
+    bias = facts.bias_O.double()
+    along_U = (dyy_U - bias * dy_U) / facts.gain_O.double()
+    doubt_U = 4 * torch.finfo(dy.dtype).eps * (loudness_U + (bias * dy_U).abs()) / facts.gain_O.double().abs()
+    squares_U = used.gram_norms_sq(dy * scale_O[:, None, None])
+    return Moments(squares_U, total_U, along_U, doubt_U)
+
+
+register(WinogradConv2d, rule=convolution)
+register(WinogradWSConv2d, rule=standardised, parameters=("weight", "gain", "bias"))

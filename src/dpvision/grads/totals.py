@@ -1,0 +1,41 @@
+"""Sums over micro-batches, in float64, each in the order in which its parts come."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.grads.shares import Finish, Share
+
+
+@final
+class Totals:
+    """One running sum a parameter.
+
+    Float64, because rounding in a long float32 sum could let one unit move it by more than the clip norm.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._finish: dict[nn.Parameter, Finish] = {}
+
+    def add(self, parts: dict[nn.Parameter, Tensor], shares: dict[nn.Parameter, Share]) -> None:
+        """Add one micro-batch's weighted sums; ``shares`` are where they come from."""
+        for parameter, part in parts.items():
+            if parameter in self._sums:
+                self._sums[parameter] += part
+            else:
+                self._sums[parameter] = part.to(torch.float64, copy=True)
+                # The first micro-batch's will do: it depends on weights alone, which are the same for all of them.
+                self._finish[parameter] = shares[parameter].finish
+
+    def gradients(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+        """By name, in the parameters' own shapes; zeros where nothing was added."""
+        return {name: self._gradient(parameter) for name, parameter in parameters.items()}
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        if parameter not in self._sums:
+            return torch.zeros_like(parameter.detach(), dtype=torch.float64)
+        return self._finish[parameter](self._sums[parameter]).contiguous()

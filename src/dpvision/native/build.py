@@ -1,0 +1,104 @@
+"""Compile the kernels on first use, keep the result, and load it; without a compiler everything works without them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+import torch
+
+SWITCH: Final = "DPVISION_NATIVE"
+_SOURCES: Final = Path(__file__).parent / "kernels"
+# No -ffast-math: it lets the compiler reorder sums and drop NaN checks, and a norm must be what it says.
+_FLAGS: Final = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-fopenmp", "-Wall", "-Werror")
+_SECONDS: Final = 300
+
+
+@final
+@dataclass(frozen=True)
+class Build:
+    """The loaded kernels, or the reason why there are none. ``identity`` names the very code that runs."""
+
+    library: ctypes.CDLL | None
+    identity: str
+    reason: str = ""
+
+
+@functools.cache
+def build() -> Build:
+    """The kernels for this machine, compiled if need be."""
+    if os.environ.get(SWITCH, "1") == "0":
+        return _without(f"switched off by {SWITCH}=0")
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None or platform.system() != "Linux":
+        return _without("no C++ compiler was found" if compiler is None else "kernels are built on Linux only")
+    try:
+        digest = _digest(compiler)
+        path = _cache() / f"kernels-{digest}.so"
+        if not path.is_file():
+            _compile(compiler, path)
+        return Build(ctypes.CDLL(str(path)), f"native {digest}")
+    except (OSError, subprocess.SubprocessError) as error:
+        return _without(f"the kernels could not be built: {_last_line(error)}")
+
+
+def _without(reason: str) -> Build:
+    return Build(None, "plain", reason)
+
+
+def _cache() -> Path:
+    """A folder that only its owner can write to: what lies there is loaded into the process."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dpvision" / "native"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
+
+
+def _digest(compiler: str) -> str:
+    """Everything the machine code depends on: sources, flags, compiler, processor, OpenMP runtime."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_SECONDS).stdout
+    content = hashlib.sha256(version)
+    for source in sorted(_SOURCES.iterdir()):
+        content.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    for fact in (*_FLAGS, *map(str, _openmp()), platform.machine(), _processor()):
+        content.update(fact.encode() + b"\0")
+    return content.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """The processor's instruction sets, on which ``-march=native`` depends."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _openmp() -> list[Path]:
+    """The OpenMP runtime that torch brings: a second one would compete with it for the cores."""
+    return sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]
+
+
+def _compile(compiler: str, path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        sources = sorted(map(str, _SOURCES.glob("*.cpp")))
+        _run([compiler, *_FLAGS, "-c", *sources], folder)
+        objects = sorted(map(str, Path(folder).glob("*.o")))
+        openmp = [str(file) for file in _openmp()] or ["-fopenmp"]
+        _run([compiler, "-shared", *objects, *openmp, "-o", "kernels.so"], folder)
+        os.replace(Path(folder) / "kernels.so", path)
+
+
+def _run(command: list[str], folder: str) -> None:
+    subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=_SECONDS)
+
+
+def _last_line(error: Exception) -> str:
+    text = getattr(error, "stderr", None) or str(error)
+    lines = [line for line in text.splitlines() if "error" in line] or text.splitlines() or [type(error).__name__]
+    return lines[0]

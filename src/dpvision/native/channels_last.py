@@ -1,0 +1,50 @@
+"""Pictures (N, C, H, W) whose channels lie side by side in memory: the layout that all kernels want.
+
+Strides are compared and set by hand, because torch's memory formats leave them open where a size is 1.
+"""
+
+# N rows, C channels, H height, W width
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpvision.checks import Problems
+
+
+def strides_of(channels: int, height: int, width: int) -> tuple[int, int, int, int]:
+    """The strides of such a picture."""
+    return (height * width * channels, 1, width * channels, channels)
+
+
+def is_channels_last(x_NCHW: Tensor) -> bool:
+    """Whether this is a float32 picture on the CPU in that layout. The stride of a size of 1 means nothing."""
+    if x_NCHW.dim() != 4 or x_NCHW.dtype != torch.float32 or x_NCHW.device.type != "cpu":
+        return False
+    wanted = strides_of(*x_NCHW.shape[1:])
+    steps = zip(x_NCHW.shape, x_NCHW.stride(), wanted, strict=True)
+    return x_NCHW.numel() == 0 or all(size == 1 or stride == want for size, stride, want in steps)
+
+
+def empty(x: Tensor, rows: int, channels: int, height: int, width: int) -> Tensor:
+    """An uninitialised picture in that layout, otherwise like ``x``."""
+    return x.new_empty_strided((rows, channels, height, width), strides_of(channels, height, width))
+
+
+def require(problems: Problems, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    """Note it unless ``x`` is a picture of that shape in that layout."""
+    seen = f"{tuple(x.shape)}, strides {x.stride()}, {x.dtype}, {x.device}"
+    problems.require(
+        tuple(x.shape) == shape and is_channels_last(x),
+        f"{name} must be a channels-last float32 CPU tensor of shape {shape}, got {seen}. Use `takes` first.",
+    )
+
+
+def require_plain(problems: Problems, name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Note it unless ``x`` is None or a contiguous float32 CPU tensor of that shape."""
+    fits = x is None or (
+        tuple(x.shape) == shape and x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous()
+    )
+    seen = "" if x is None else f"{tuple(x.shape)}, {x.dtype}, {x.device}"
+    problems.require(fits, f"{name} must be a contiguous float32 CPU tensor of shape {shape}, got {seen}.")

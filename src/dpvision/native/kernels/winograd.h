@@ -1,0 +1,117 @@
+// Winograd's F(4×4, 3×3): a 3×3 convolution with stride 1 and padding 1, computed in tiles of 4×4 outputs.
+//
+//     y = Aᵀ [ (G w Gᵀ) ∘ (Bᵀ x B) ] A        x: 6×6 inputs, w: 3×3 filter, y: 4×4 outputs
+//
+// The elementwise product, summed over channels, is 36 matrix products: 36 multiplications for 16 outputs, where the
+// plain sum takes 144. The gradient of w is the transpose of the same identity:
+//
+//     dw = Gᵀ [ (Bᵀ x B) ∘ (A dy Aᵀ) ] G
+//
+// A tile's 36 points lie far apart in memory. At distances that are multiples of 4096 bytes they would compete for the
+// same few lines of the cache, so every point's block is followed by a gap of one line.
+//
+// Each of the four maps is applied to one dimension by a function here, and to two by calling it on rows and columns.
+// A tile that sticks out at the right or bottom reads zeros there and writes into the void.
+#pragma once
+#include "scratch.h"
+#include "simd.h"
+
+constexpr int TILE = 4;                 // outputs of a tile, per side
+constexpr int PATCH = TILE + 2;         // inputs of a tile, per side
+constexpr int POINTS = PATCH * PATCH;   // products per tile and pair of channels
+constexpr int PANEL = 2 * LANES;        // channels that are kept together in packed operands
+constexpr int GAP = 16;                 // floats between the points' blocks: see above
+
+struct Shape {
+    int64_t rows, height, width, in_channels, out_channels;
+
+    int64_t tiles_across() const { return (width + TILE - 1) / TILE; }
+    int64_t tiles_down() const { return (height + TILE - 1) / TILE; }
+    int64_t tiles() const { return tiles_across() * tiles_down(); }   // per row of the batch
+    int64_t positions() const { return height * width; }
+};
+
+// Bᵀ: six inputs to six points.
+static inline void to_points(const v8* x, int step, v8* out, int out_step) {
+    const v8 x0 = x[0], x1 = x[step], x2 = x[2 * step], x3 = x[3 * step], x4 = x[4 * step], x5 = x[5 * step];
+    const v8 even = x4 - x2, odd = x3 - x1;
+    const v8 even_far = x4 - 4.f * x2, odd_far = x3 - 4.f * x1;
+    out[0] = even + 4.f * (x0 - x2);
+    out[out_step] = even_far + odd_far;
+    out[2 * out_step] = even_far - odd_far;
+    out[3 * out_step] = even + 2.f * odd;
+    out[4 * out_step] = even - 2.f * odd;
+    out[5 * out_step] = (x5 - x3) - 4.f * odd;
+}
+
+// Aᵀ: six points to four outputs.
+static inline void to_outputs(const v8* m, int step, v8* out, int out_step) {
+    const v8 near_sum = m[step] + m[2 * step], near_difference = m[step] - m[2 * step];
+    const v8 far_sum = m[3 * step] + m[4 * step], far_difference = m[3 * step] - m[4 * step];
+    out[0] = m[0] + near_sum + far_sum;
+    out[out_step] = near_difference + 2.f * far_difference;
+    out[2 * out_step] = near_sum + 4.f * far_sum;
+    out[3 * out_step] = near_difference + 8.f * far_difference + m[5 * step];
+}
+
+// A: four output gradients to six points.
+static inline void gradient_to_points(const v8* y, int step, v8* out, int out_step) {
+    const v8 y0 = y[0], y1 = y[step], y2 = y[2 * step], y3 = y[3 * step];
+    const v8 even = y0 + y2, odd = y1 + y3;
+    const v8 even_far = y0 + 4.f * y2, odd_far = y1 + 4.f * y3;
+    out[0] = y0;
+    out[out_step] = even + odd;
+    out[2 * out_step] = even - odd;
+    out[3 * out_step] = even_far + 2.f * odd_far;
+    out[4 * out_step] = even_far - 2.f * odd_far;
+    out[5 * out_step] = y3;
+}
+
+// G: three filter taps to six points.
+static inline void filter_to_points(const v8* w, int step, v8* out, int out_step) {
+    const v8 outer = w[0] + w[2 * step], middle = w[step];
+    const v8 outer_far = w[0] + 4.f * w[2 * step];
+    out[0] = 0.25f * w[0];
+    out[out_step] = (-1.f / 6) * (outer + middle);
+    out[2 * out_step] = (-1.f / 6) * (outer - middle);
+    out[3 * out_step] = (1.f / 24) * (outer_far + 2.f * middle);
+    out[4 * out_step] = (1.f / 24) * (outer_far - 2.f * middle);
+    out[5 * out_step] = w[2 * step];
+}
+
+// Gᵀ: six points to three filter taps.
+static inline void to_taps(const v8* q, int step, v8* out, int out_step) {
+    const v8 near_sum = (1.f / 6) * (q[step] + q[2 * step]), near_difference = (1.f / 6) * (q[2 * step] - q[step]);
+    const v8 far_sum = q[3 * step] + q[4 * step], far_difference = q[3 * step] - q[4 * step];
+    out[0] = 0.25f * q[0] - near_sum + (1.f / 24) * far_sum;
+    out[out_step] = near_difference + (1.f / 12) * far_difference;
+    out[2 * out_step] = q[5 * step] - near_sum + (1.f / 6) * far_sum;
+}
+
+// The addresses of a square of pixels of one picture; those outside the picture are `outside`.
+template <int SIDE, class Float>
+static inline void locate(Float* picture, const Shape& shape, int64_t channels, int64_t top, int64_t left, Float* outside,
+                          Float** at) {
+    for (int i = 0; i < SIDE; i++)
+        for (int j = 0; j < SIDE; j++) {
+            const int64_t y = top + i, x = left + j;
+            const bool inside = y >= 0 && y < shape.height && x >= 0 && x < shape.width;
+            at[i * SIDE + j] = inside ? picture + (y * shape.width + x) * channels : outside;
+        }
+}
+
+static inline void locate_inputs(const float* picture, const Shape& shape, int64_t channels, int64_t tile, const float** at) {
+    const int64_t top = tile / shape.tiles_across() * TILE, left = tile % shape.tiles_across() * TILE;
+    locate<PATCH>(picture, shape, channels, top - 1, left - 1, zeros(channels), at);
+}
+
+// BᵀxB for eight channels of a tile: point e goes to `out + e * stride`.
+static inline void pack_inputs(const float* const* at, int64_t channel, float* out, int64_t stride) {
+    v8 x[POINTS], half[POINTS], column[PATCH];
+    for (int e = 0; e < POINTS; e++) x[e] = load(at[e] + channel);
+    for (int i = 0; i < PATCH; i++) to_points(x + i * PATCH, 1, half + i * PATCH, 1);
+    for (int j = 0; j < PATCH; j++) {
+        to_points(half + j, PATCH, column, 1);
+        for (int i = 0; i < PATCH; i++) store(out + (i * PATCH + j) * stride, column[i]);
+    }
+}

@@ -1,0 +1,155 @@
+// The convolution itself, and with turned and swapped filters its input gradient.
+#include <algorithm>
+
+#include "winograd.h"
+
+namespace {
+
+// Rows of the register block. With two vectors of sums per row, it fills the 32 or 16 vector registers there are.
+#if defined(__AVX512VL__)
+constexpr int GROUP = 12;
+#else
+constexpr int GROUP = 6;
+#endif
+
+// Transformed inputs of a block of tiles: (points, groups of tiles, channels / 8, GROUP tiles, 8 channels).
+// A group's tiles lie side by side, so the product below reads its whole operand through one moving pointer.
+struct Packed {
+    float* values;
+    int64_t channels, groups;
+
+    float* group(int64_t point, int64_t index) const { return values + point * point_stride() + index * channels * GROUP; }
+    int64_t point_stride() const { return groups * channels * GROUP + GAP; }
+};
+
+// Products of a block of tiles: (points, panels of output channels, tiles, 16 channels).
+struct Products {
+    float* values;
+    int64_t panels, tiles;
+
+    float* at(int64_t point, int64_t panel, int64_t tile) const {
+        return values + point * point_stride() + (panel * tiles + tile) * PANEL;
+    }
+    int64_t point_stride() const { return panels * tiles * PANEL + GAP; }
+};
+
+// COUNT tiles of a group times one panel of filters (channels, 16).
+template <int COUNT> void multiply(const float* group, const float* filters, int64_t channels, float* out) {
+    v8 sum[COUNT][2] = {};
+    for (int64_t c = 0; c < channels; c += LANES, group += GROUP * LANES)
+        for (int lane = 0; lane < LANES; lane++, filters += PANEL) {
+            const v8 left = load(filters), right = load(filters + LANES);
+#pragma GCC unroll 16
+            for (int r = 0; r < COUNT; r++) {
+                const v8 x = all(group[r * LANES + lane]);
+                sum[r][0] = x * left + sum[r][0];
+                sum[r][1] = x * right + sum[r][1];
+            }
+        }
+    for (int r = 0; r < COUNT; r++) {
+        store(out + r * PANEL, sum[r][0]);
+        store(out + r * PANEL + LANES, sum[r][1]);
+    }
+}
+
+// The same for a number of tiles that is known only now.
+template <int COUNT = GROUP>
+void multiply_some(int64_t count, const float* group, const float* filters, int64_t channels, float* out) {
+    if constexpr (COUNT > 0) {
+        if (count == COUNT) return multiply<COUNT>(group, filters, channels, out);
+        multiply_some<COUNT - 1>(count, group, filters, channels, out);
+    }
+}
+
+void pack_tile(const float* x, const Shape& shape, int64_t tile, const Packed& packed, int64_t slot) {
+    const float* at[POINTS];
+    const int64_t row = tile / shape.tiles();
+    locate_inputs(x + row * shape.positions() * packed.channels, shape, packed.channels, tile % shape.tiles(), at);
+    float* out = packed.group(0, slot / GROUP) + slot % GROUP * LANES;
+    for (int64_t c = 0; c < packed.channels; c += LANES) pack_inputs(at, c, out + c * GROUP, packed.point_stride());
+}
+
+void multiply_block(const Packed& packed, const float* filters, const Products& products, int64_t tiles) {
+    for (int64_t point = 0; point < POINTS; point++)
+        for (int64_t panel = 0; panel < products.panels; panel++, filters += packed.channels * PANEL)
+            for (int64_t tile = 0; tile < tiles; tile += GROUP) {
+                const int64_t count = std::min<int64_t>(GROUP, tiles - tile);
+                multiply_some(count, packed.group(point, tile / GROUP), filters, packed.channels,
+                              products.at(point, panel, tile));
+            }
+}
+
+// AᵀmA for eight channels of a tile, plus the bias.
+void write_outputs(const float* products, int64_t stride, v8 bias, float* const* at, int64_t channel) {
+    v8 m[PATCH], half[TILE * PATCH], y[TILE];
+    for (int j = 0; j < PATCH; j++) {
+        for (int i = 0; i < PATCH; i++) m[i] = load(products + (i * PATCH + j) * stride);
+        to_outputs(m, 1, half + j, PATCH);
+    }
+    for (int i = 0; i < TILE; i++) {
+        to_outputs(half + i * PATCH, 1, y, 1);
+        for (int j = 0; j < TILE; j++) store(at[i * TILE + j] + channel, y[j] + bias);
+    }
+}
+
+void unpack_tile(const Products& products, int64_t slot, const float* bias, float* y, const Shape& shape, int64_t tile) {
+    static thread_local Scratch beyond;
+    const int64_t channels = shape.out_channels, row = tile / shape.tiles(), place = tile % shape.tiles();
+    const int64_t top = place / shape.tiles_across() * TILE, left = place % shape.tiles_across() * TILE;
+    float* at[TILE * TILE];
+    locate<TILE>(y + row * shape.positions() * channels, shape, channels, top, left, beyond.floats(channels), at);
+    for (int64_t c = 0; c < channels; c += LANES)
+        write_outputs(products.at(0, c / PANEL, slot) + c % PANEL, products.point_stride(), bias ? load(bias + c) : v8{},
+                      at, c);
+}
+
+// As many tiles as make good use of the filters that are read for them, yet leave the operands in the cache.
+int64_t block_size(const Shape& shape, int64_t threads) {
+    const int64_t all_tiles = shape.rows * shape.tiles();
+    const int64_t share = (all_tiles + threads - 1) / threads;
+    return std::max<int64_t>(1, std::min<int64_t>(share, 4 * GROUP));
+}
+
+}  // namespace
+
+// Filters (out, in, 3, 3) to (points, panels, channels, 16). Backward: turned by 180°, in and out swapped.
+extern "C" void dpvision_winograd_filters(const float* weight, int64_t out_channels, int64_t in_channels, int backward,
+                                          float* out, int threads) {
+    const int64_t columns = backward ? in_channels : out_channels, channels = backward ? out_channels : in_channels;
+    const int64_t column_stride = 9 * (backward ? 1 : in_channels), channel_stride = 9 * (backward ? in_channels : 1);
+    const int64_t panels = columns / PANEL;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t c = 0; c < channels; c++)
+            for (int64_t first = panel * PANEL; first < (panel + 1) * PANEL; first += LANES) {
+                const float* taps = weight + first * column_stride + c * channel_stride;
+                v8 w[9], half[PATCH * 3], row[PATCH];
+                for (int tap = 0; tap < 9; tap++)
+                    for (int lane = 0; lane < LANES; lane++) w[tap][lane] = taps[lane * column_stride + (backward ? 8 - tap : tap)];
+                for (int j = 0; j < 3; j++) filter_to_points(w + j, 3, half + j, 3);
+                for (int i = 0; i < PATCH; i++) {
+                    filter_to_points(half + i * 3, 1, row, 1);
+                    for (int j = 0; j < PATCH; j++)
+                        store(out + (((i * PATCH + j) * panels + panel) * channels + c) * PANEL + first % PANEL, row[j]);
+                }
+            }
+}
+
+// y = convolution of x with the filters, plus the bias if there is one.
+extern "C" void dpvision_winograd_convolve(const float* x, const float* filters, const float* bias, float* y,
+                                           const Shape* sizes, int threads) {
+    const Shape shape = *sizes;
+    const int64_t all_tiles = shape.rows * shape.tiles(), size = block_size(shape, threads);
+    const int64_t blocks = (all_tiles + size - 1) / size, groups = (size + GROUP - 1) / GROUP;
+    const int64_t panels = shape.out_channels / PANEL;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t block = 0; block < blocks; block++) {
+        static thread_local Scratch packed_memory, product_memory;
+        const Packed packed{packed_memory.floats(POINTS * (groups * GROUP * shape.in_channels + GAP)), shape.in_channels, groups};
+        const Products products{product_memory.floats(POINTS * (size * shape.out_channels + GAP)), panels, size};
+        const int64_t first = block * size, count = std::min(size, all_tiles - first);
+        for (int64_t t = 0; t < count; t++) pack_tile(x, shape, first + t, packed, t);
+        multiply_block(packed, filters, products, count);
+        for (int64_t t = 0; t < count; t++) unpack_tile(products, t, bias, y, shape, first + t);
+    }
+}

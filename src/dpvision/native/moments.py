@@ -1,0 +1,96 @@
+"""Sums over positions, one for every row and channel, of a convolution's output and its gradient.
+
+All pictures are float32 and channels-last in memory. Short runs are added up in float32, the runs in float64.
+"""
+
+# N rows, C channels, O output channels, H height, W width, M moments
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from dpvision.checks import ArgumentError, Problems
+from dpvision.native import channels_last
+from dpvision.native.build import build
+
+MOMENTS: Final = 4
+
+
+def takes(dy_NCHW: Tensor) -> bool:
+    """Whether these kernels can be used: they exist, and the picture's layout fits."""
+    return build().library is not None and channels_last.is_channels_last(dy_NCHW) and min(dy_NCHW.shape[1:]) >= 1
+
+
+def convolution_moments(dy_NOHW: Tensor, y_NOHW: Tensor, box_NHW: Tensor) -> Tensor:
+    """Σ dy, Σ dy·y, Σ dy·box and Σ |dy·y| over the positions of each row and output channel: sums_NMO in float64.
+
+    With y a convolution's output without its bias, and box the sum of the inputs in each output's window, these are of
+    the weight gradient: the bias gradient, the inner product with the filter, the sum of the entries, and the scale of
+    the second one's rounding.
+    """
+    return _convolution_moments(dy_NOHW, y_NOHW, box_NHW)
+
+
+def channel_sums(dy_NCHW: Tensor) -> Tensor:
+    """Σ dy over the positions: a row's gradient of a bias, sums_NC in float32."""
+    return _channel_sums(dy_NCHW)
+
+
+@functools.cache
+def _kernel(name: str, tensors: int) -> Callable[..., None]:
+    library = build().library
+    if library is None:
+        raise ArgumentError(f"the native kernels are not there: {build().reason}. Use `takes` first.")
+    function = library[name]
+    function.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * tensors, ctypes.c_int]
+    function.restype = None
+    return function
+
+
+def _run(name: str, *tensors: Tensor) -> None:
+    rows, channels, height, width = tensors[0].shape
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    _kernel(name, len(tensors))(rows, channels, height * width, *pointers, torch.get_num_threads())
+
+
+@torch.library.custom_op(
+    "dpvision::convolution_moments",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor dy, Tensor y, Tensor box) -> Tensor",
+)
+def _convolution_moments(dy: Tensor, y: Tensor, box: Tensor) -> Tensor:
+    problems = Problems()
+    channels_last.require(problems, "dy", dy, tuple(dy.shape))
+    channels_last.require(problems, "y", y, tuple(dy.shape))
+    channels_last.require_plain(problems, "box", box, (*dy.shape[:1], *dy.shape[2:]))
+    problems.raise_if_any()
+    sums = dy.new_empty((dy.shape[0], MOMENTS, dy.shape[1]), dtype=torch.float64)
+    _run("dpvision_convolution_moments", dy, y, box, sums)
+    return sums
+
+
+@_convolution_moments.register_fake
+def _(dy: Tensor, y: Tensor, box: Tensor) -> Tensor:  # noqa: ARG001
+    return dy.new_empty((dy.shape[0], MOMENTS, dy.shape[1]), dtype=torch.float64)
+
+
+@torch.library.custom_op("dpvision::channel_sums", mutates_args=(), device_types="cpu", schema="(Tensor dy) -> Tensor")
+def _channel_sums(dy: Tensor) -> Tensor:
+    problems = Problems()
+    channels_last.require(problems, "dy", dy, tuple(dy.shape))
+    problems.raise_if_any()
+    sums = dy.new_empty(dy.shape[:2])
+    _run("dpvision_channel_sums", dy, sums)
+    return sums
+
+
+@_channel_sums.register_fake
+def _(dy: Tensor) -> Tensor:
+    return dy.new_empty(dy.shape[:2])

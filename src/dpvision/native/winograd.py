@@ -1,0 +1,248 @@
+"""3×3 convolutions (stride 1, padding 1) and their weight gradients by Winograd's F(4×4, 3×3).
+
+All pictures are float32 and channels-last in memory. Weight gradients come as (3, 3, in, out), the layout in which the
+kernel finds them; ``gradient_KKIO.permute(3, 2, 0, 1)`` is a view in the weight's own order.
+"""
+
+# N rows, C or I input channels, O output channels, H height, W width, K = 3 taps, U units, M moments
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from dpvision.checks import ArgumentError, Problems
+from dpvision.native.build import build
+
+_POINTS: Final = 36
+_PANEL: Final = 16
+
+
+class _Shape(ctypes.Structure):
+    """``struct Shape`` of kernels/winograd.h."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("rows", "height", "width", "in_channels", "out_channels")]
+
+
+def takes(*, in_channels: int, out_channels: int) -> bool:
+    """Whether these kernels can be used: they exist, and both channel counts are multiples of 16."""
+    fits = in_channels > 0 and out_channels > 0 and in_channels % _PANEL == 0 and out_channels % _PANEL == 0
+    return fits and build().library is not None
+
+
+def transform(weight_OIKK: Tensor, *, backward: bool) -> Tensor:
+    """The filters as ``convolve`` wants them; with ``backward``, those that take dy to dx."""
+    return _transform(weight_OIKK, backward)
+
+
+def convolve(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) -> Tensor:
+    """The convolution y_NOHW of x with transformed filters. With those for ``backward``, the input gradient of dy."""
+    return _convolve(x_NCHW, transformed, bias_O)
+
+
+def unit_gradients(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, units: int) -> tuple[Tensor, Tensor]:
+    """Every unit's weight gradient (U, 3, 3, I, O), and float64 moments of it per output channel (U, M, O).
+
+    A unit owns N / units consecutive rows, whose gradients are added. The first moment is the sum of squares. With
+    ``z_KKIO`` there are two more: the sum of the entries, and their inner product with z.
+    """
+    return _unit_gradients(x_NCHW, dy_NOHW, z_KKIO, units)
+
+
+def summed_gradient(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> Tensor:
+    """Σ factor · (weight gradient of the row) over all rows, as (3, 3, I, O).
+
+    Guarantee: a row whose factor is 0 contributes exactly 0, whatever it holds, NaN and infinity included.
+    """
+    return _summed_gradient(x_NCHW, dy_NOHW, factor_N)
+
+
+@torch.library.custom_op("dpvision::winograd_transform", mutates_args=())
+def _transform(weight_OIKK: Tensor, backward: bool) -> Tensor:
+    _check(weight_OIKK=weight_OIKK)
+    out_channels, in_channels = weight_OIKK.shape[:2]
+    _check_channels(in_channels, out_channels, weight_OIKK.shape[2:] == (3, 3))
+    weight_OIKK = weight_OIKK.contiguous()
+    out = _empty_filters(weight_OIKK, backward)
+    _library().dpvision_winograd_filters(
+        _at(weight_OIKK), out_channels, in_channels, int(backward), _at(out), torch.get_num_threads()
+    )
+    return out
+
+
+@torch.library.custom_op("dpvision::winograd_convolve", mutates_args=())
+def _convolve(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) -> Tensor:
+    _check(x_NCHW=x_NCHW, transformed=transformed, **({} if bias_O is None else {"bias_O": bias_O}))
+    _check_pictures(x_NCHW=x_NCHW)
+    out_channels = transformed.shape[1] * _PANEL
+    expected = (_POINTS, out_channels // _PANEL, x_NCHW.shape[1], _PANEL)
+    problems = Problems()
+    problems.require(
+        tuple(transformed.shape) == expected and transformed.is_contiguous(),
+        f"transformed must be what transform() gives for {x_NCHW.shape[1]} input channels, got shape "
+        f"{tuple(transformed.shape)}.",
+    )
+    problems.require(
+        bias_O is None or (bias_O.shape == (out_channels,) and bias_O.is_contiguous()),
+        f"bias_O must be None or {out_channels} numbers, got {None if bias_O is None else tuple(bias_O.shape)}.",
+    )
+    problems.raise_if_any()
+    y_NOHW = _empty_pictures(x_NCHW, out_channels)
+    if y_NOHW.numel():
+        shape, bias = _shape(x_NCHW, out_channels), None if bias_O is None else _at(bias_O)
+        _library().dpvision_winograd_convolve(
+            _at(x_NCHW), _at(transformed), bias, _at(y_NOHW), ctypes.byref(shape), torch.get_num_threads()
+        )
+    return y_NOHW
+
+
+@torch.library.custom_op("dpvision::winograd_unit_gradients", mutates_args=())
+def _unit_gradients(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, units: int) -> tuple[Tensor, Tensor]:
+    _check(x_NCHW=x_NCHW, dy_NOHW=dy_NOHW, **({} if z_KKIO is None else {"z_KKIO": z_KKIO}))
+    _check_pair(x_NCHW, dy_NOHW)
+    rows, expected = x_NCHW.shape[0], (3, 3, x_NCHW.shape[1], dy_NOHW.shape[1])
+    problems = Problems()
+    problems.require(
+        units >= 0 and (rows % units == 0 if units else rows == 0),
+        f"units must divide the number of rows, got {units} units for {rows} rows.",
+    )
+    problems.require(
+        z_KKIO is None or (tuple(z_KKIO.shape) == expected and z_KKIO.is_contiguous()),
+        f"z_KKIO must be None or contiguous of shape {expected}, got "
+        f"{None if z_KKIO is None else (tuple(z_KKIO.shape), z_KKIO.stride())}.",
+    )
+    problems.raise_if_any()
+    gradient_UKKIO, moments_UMO = _empty_gradients(x_NCHW, dy_NOHW, z_KKIO, units)
+    if units:
+        shape, z = _shape(x_NCHW, dy_NOHW.shape[1]), None if z_KKIO is None else _at(z_KKIO)
+        _library().dpvision_winograd_units(
+            _at(x_NCHW), _at(dy_NOHW), z, units, _at(gradient_UKKIO), _at(moments_UMO), ctypes.byref(shape),
+            torch.get_num_threads(),
+        )  # fmt: skip
+    return gradient_UKKIO, moments_UMO
+
+
+@torch.library.custom_op("dpvision::winograd_summed_gradient", mutates_args=())
+def _summed_gradient(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> Tensor:
+    _check(x_NCHW=x_NCHW, dy_NOHW=dy_NOHW, factor_N=factor_N)
+    _check_pair(x_NCHW, dy_NOHW)
+    if factor_N.shape != x_NCHW.shape[:1] or not factor_N.is_contiguous():
+        raise ArgumentError(f"factor_N must be {x_NCHW.shape[0]} numbers, got shape {tuple(factor_N.shape)}.")
+    gradient_KKIO = x_NCHW.new_empty(3, 3, x_NCHW.shape[1], dy_NOHW.shape[1])
+    shape = _shape(x_NCHW, dy_NOHW.shape[1])
+    _library().dpvision_winograd_sum(
+        _at(x_NCHW), _at(dy_NOHW), _at(factor_N), _at(gradient_KKIO), ctypes.byref(shape), torch.get_num_threads()
+    )
+    return gradient_KKIO
+
+
+@_transform.register_fake
+def _(weight_OIKK: Tensor, backward: bool) -> Tensor:
+    return _empty_filters(weight_OIKK, backward)
+
+
+@_convolve.register_fake
+def _(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) -> Tensor:  # noqa: ARG001
+    return _empty_pictures(x_NCHW, transformed.shape[1] * _PANEL)
+
+
+@_unit_gradients.register_fake
+def _(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, units: int) -> tuple[Tensor, Tensor]:
+    return _empty_gradients(x_NCHW, dy_NOHW, z_KKIO, units)
+
+
+@_summed_gradient.register_fake
+def _(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> Tensor:  # noqa: ARG001
+    return x_NCHW.new_empty(3, 3, x_NCHW.shape[1], dy_NOHW.shape[1])
+
+
+def _empty_filters(weight_OIKK: Tensor, backward: bool) -> Tensor:
+    out_channels, in_channels = weight_OIKK.shape[:2]
+    columns, channels = (in_channels, out_channels) if backward else (out_channels, in_channels)
+    return weight_OIKK.new_empty(_POINTS, columns // _PANEL, channels, _PANEL)
+
+
+def _empty_pictures(x_NCHW: Tensor, channels: int) -> Tensor:
+    rows, _, height, width = x_NCHW.shape
+    strides = (height * width * channels, 1, width * channels, channels)
+    return x_NCHW.new_empty_strided((rows, channels, height, width), strides)
+
+
+def _empty_gradients(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, units: int) -> tuple[Tensor, Tensor]:
+    in_channels, out_channels = x_NCHW.shape[1], dy_NOHW.shape[1]
+    moments = 1 if z_KKIO is None else 3
+    return (
+        x_NCHW.new_empty(units, 3, 3, in_channels, out_channels),
+        x_NCHW.new_empty(units, moments, out_channels, dtype=torch.float64),
+    )
+
+
+def _shape(x_NCHW: Tensor, out_channels: int) -> _Shape:
+    rows, in_channels, height, width = x_NCHW.shape
+    return _Shape(rows, height, width, in_channels, out_channels)
+
+
+def _at(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The kernels with their signatures declared: a wrong argument is an error here, not a crash there."""
+    library = build().library
+    if library is None:
+        raise ArgumentError(f"there are no native kernels: {build().reason}. Ask takes() first.")
+    pointer, shape, count, threads = ctypes.c_void_p, ctypes.POINTER(_Shape), ctypes.c_int64, ctypes.c_int
+    signatures = {
+        "filters": (pointer, count, count, ctypes.c_int, pointer, threads),
+        "convolve": (pointer, pointer, pointer, pointer, shape, threads),
+        "units": (pointer, pointer, pointer, count, pointer, pointer, shape, threads),
+        "sum": (pointer, pointer, pointer, pointer, shape, threads),
+    }
+    for name, arguments in signatures.items():
+        function = getattr(library, f"dpvision_winograd_{name}")
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def _check(**tensors: Tensor) -> None:
+    problems = Problems()
+    for name, tensor in tensors.items():
+        problems.require(
+            tensor.dtype == torch.float32 and tensor.device.type == "cpu",
+            f"{name} must be float32 on the CPU, got {tensor.dtype} on {tensor.device}.",
+        )
+    problems.raise_if_any()
+
+
+def _check_channels(in_channels: int, out_channels: int, three_by_three: bool) -> None:
+    if in_channels % _PANEL or out_channels % _PANEL or not three_by_three:
+        raise ArgumentError(
+            f"filters must be 3×3 with channels in multiples of 16, got {in_channels} to {out_channels}. Ask takes()."
+        )
+
+
+def _check_pictures(**pictures: Tensor) -> None:
+    """Channels-last in memory; the stride of a dimension of one means nothing."""
+    problems = Problems()
+    for name, picture in pictures.items():
+        fits = picture.dim() == 4 and picture.shape[1] % _PANEL == 0 and min(picture.shape[1:]) > 0
+        problems.require(
+            fits and picture.permute(0, 2, 3, 1).is_contiguous(),
+            f"{name} must be (rows, channels in multiples of 16, height, width), channels-last in memory, got shape "
+            f"{tuple(picture.shape)} with strides {picture.stride()}.",
+        )
+    problems.raise_if_any()
+
+
+def _check_pair(x_NCHW: Tensor, dy_NOHW: Tensor) -> None:
+    _check_pictures(x_NCHW=x_NCHW, dy_NOHW=dy_NOHW)
+    if x_NCHW.shape[0] != dy_NOHW.shape[0] or x_NCHW.shape[2:] != dy_NOHW.shape[2:]:
+        raise ArgumentError(
+            f"x_NCHW and dy_NOHW must agree in rows, height and width, got {tuple(x_NCHW.shape)} and "
+            f"{tuple(dy_NOHW.shape)}."
+        )

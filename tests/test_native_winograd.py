@@ -1,0 +1,234 @@
+"""The Winograd kernels against float64 convolutions of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import conv2d
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+from dpvision import native
+from dpvision.checks import ArgumentError
+from dpvision.native import winograd
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.reason()}")
+
+SIZES = [(1, 1), (3, 5), (4, 4), (7, 9), (33, 17)]
+CHANNELS = [(16, 16), (48, 48), (64, 32)]
+# Float32 rounding, enlarged by the transforms' factors of up to 8: about 1e-6 in fact.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def pictures(rows: int, channels: int, size: tuple[int, int], seed: int = 0) -> Tensor:
+    """Random pictures, channels-last in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, *size, channels, generator=generator).permute(0, 3, 1, 2)
+
+
+def filters(in_channels: int, out_channels: int, seed: int = 1) -> Tensor:
+    return torch.randn(out_channels, in_channels, 3, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Relative L2 error."""
+    assert found.shape == expected.shape
+    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-300))
+
+
+def row_gradients(x_NCHW: Tensor, dy_NOHW: Tensor) -> Tensor:
+    """Each row's weight gradient in float64, by PyTorch, as (N, 3, 3, I, O)."""
+    gradients = [
+        conv2d_weight(x[None].double(), (dy.shape[0], x.shape[0], 3, 3), dy[None].double(), padding=1)
+        for x, dy in zip(x_NCHW, dy_NOHW, strict=True)
+    ]
+    shape = (0, 3, 3, x_NCHW.shape[1], dy_NOHW.shape[1])
+    return torch.stack(gradients).permute(0, 3, 4, 2, 1) if gradients else torch.zeros(shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_convolution_is_that_of_pytorch(size: tuple[int, int], channels: tuple[int, int], rows: int) -> None:
+    x, weight = pictures(rows, channels[0], size), filters(*channels)
+    bias = torch.randn(channels[1], generator=torch.Generator().manual_seed(2))
+    transformed = winograd.transform(weight, backward=False)
+    for given in (bias, None):
+        expected = conv2d(x.double(), weight.double(), None if given is None else given.double(), padding=1)
+        found = winograd.convolve(x, transformed, given)
+        assert error(found, expected) <= TOLERANCE
+        assert found.permute(0, 2, 3, 1).is_contiguous()
+
+
+@pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize("size", SIZES)
+def test_with_backward_filters_the_convolution_is_the_input_gradient(
+    size: tuple[int, int], channels: tuple[int, int]
+) -> None:
+    dy, weight = pictures(3, channels[1], size), filters(*channels)
+    shape = (3, channels[0], *size)
+    expected = conv2d_input(shape, weight.double(), dy.double(), padding=1)
+    assert error(winograd.convolve(dy, winograd.transform(weight, backward=True), None), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("units", "rows_per_unit"), [(0, 1), (1, 1), (3, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize("size", SIZES)
+def test_unit_gradients_are_those_of_pytorch(
+    size: tuple[int, int], channels: tuple[int, int], units: int, rows_per_unit: int
+) -> None:
+    x, dy = (pictures(units * rows_per_unit, count, size, seed) for seed, count in enumerate(channels))
+    expected = row_gradients(x, dy).unflatten(0, (units, rows_per_unit)).sum(1)
+    gradient, moments = winograd.unit_gradients(x, dy, None, units)
+    assert error(gradient, expected) <= TOLERANCE
+    assert gradient.is_contiguous()
+    assert moments.shape == (units, 1, channels[1])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 12])
+@pytest.mark.parametrize("channels", CHANNELS)
+@pytest.mark.parametrize("size", SIZES)
+def test_the_summed_gradient_is_the_weighted_sum_over_rows(
+    size: tuple[int, int], channels: tuple[int, int], rows: int
+) -> None:
+    x, dy = (pictures(rows, count, size, seed) for seed, count in enumerate(channels))
+    factor = torch.linspace(-0.5, 2.0, rows)
+    expected = torch.einsum("n,n...->...", factor.double(), row_gradients(x, dy))
+    assert error(winograd.summed_gradient(x, dy, factor), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_moments_are_those_of_the_gradient_that_is_returned(size: tuple[int, int]) -> None:
+    x, dy = pictures(6, 64, size), pictures(6, 48, size, 1)
+    z = torch.randn(3, 3, 64, 48, generator=torch.Generator().manual_seed(2))
+    gradient, moments = winograd.unit_gradients(x, dy, z, 3)
+    exact = gradient.double().flatten(1, 3)
+    inner = exact * z.double().flatten(0, 2)
+    # Runs of 144 float32 terms: for squares relative to the sum, for the others to the sum of magnitudes.
+    assert moments.dtype == torch.float64
+    torch.testing.assert_close(moments[:, 0], exact.square().sum(1), rtol=1e-6, atol=0)
+    assert ((moments[:, 1] - exact.sum(1)).abs() <= 1e-6 * exact.abs().sum(1)).all()
+    assert ((moments[:, 2] - inner.sum(1)).abs() <= 1e-6 * inner.abs().sum(1)).all()
+    alone, squares = winograd.unit_gradients(x, dy, None, 3)
+    assert torch.equal(alone, gradient)
+    assert torch.equal(squares, moments[:, :1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_with_factor_zero_contributes_nothing_whatever_it_holds(bad: float) -> None:
+    x, dy = pictures(3, 16, (7, 9)), pictures(3, 32, (7, 9), 1)
+    factor = torch.tensor([0.5, 0.0, 2.0])
+    expected = winograd.summed_gradient(x, dy, factor)
+    x[1], dy[1] = bad, bad
+    assert torch.equal(winograd.summed_gradient(x, dy, factor), expected)
+    assert torch.equal(winograd.summed_gradient(x[1:2], dy[1:2], factor[1:2]), torch.zeros(3, 3, 16, 32))
+
+
+def test_a_row_with_another_factor_is_not_hidden() -> None:
+    x, dy = pictures(2, 16, (5, 5)), pictures(2, 16, (5, 5), 1)
+    x[1] = float("nan")
+    assert winograd.summed_gradient(x, dy, torch.ones(2)).isnan().all()
+
+
+def test_one_units_values_do_not_reach_another_unit() -> None:
+    x, dy = pictures(3, 32, (9, 6)), pictures(3, 32, (9, 6), 1)
+    expected, moments = winograd.unit_gradients(x, dy, None, 3)
+    x[1] = float("nan")
+    found, found_moments = winograd.unit_gradients(x, dy, None, 3)
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+    assert torch.equal(found_moments[[0, 2]], moments[[0, 2]])
+    y = winograd.convolve(x, winograd.transform(filters(32, 16), backward=False), None)
+    assert y[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (7, 9), (33, 33)])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_results_do_not_depend_on_the_number_of_threads(rows: int, size: tuple[int, int]) -> None:
+    x, dy, weight = pictures(rows, 48, size), pictures(rows, 64, size, 1), filters(48, 64)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        transformed = winograd.transform(weight, backward=False)
+        gradient, moments = winograd.unit_gradients(x, dy, torch.ones(3, 3, 48, 64), rows)
+        together, _ = winograd.unit_gradients(x, dy, None, 1)
+        summed = winograd.summed_gradient(x, dy, torch.linspace(0.1, 1, rows))
+        results.append((transformed, winograd.convolve(x, transformed, None), gradient, moments, together, summed))
+    for one, other in pairwise(results):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_rows_output_does_not_depend_on_the_rows_beside_it() -> None:
+    x, transformed = pictures(7, 32, (9, 10)), winograd.transform(filters(32, 16), backward=False)
+    together = winograd.convolve(x, transformed, None)
+    assert torch.equal(together, torch.cat([winograd.convolve(row[None], transformed, None) for row in x]))
+
+
+def test_filters_may_lie_in_memory_in_any_order() -> None:
+    weight = filters(32, 16)
+    turned = weight.contiguous(memory_format=torch.channels_last)
+    for backward in (False, True):
+        expected = winograd.transform(weight, backward=backward)
+        assert torch.equal(winograd.transform(turned, backward=backward), expected)
+
+
+def test_kernels_take_channels_in_multiples_of_sixteen_only() -> None:
+    assert winograd.takes(in_channels=16, out_channels=48)
+    assert not winograd.takes(in_channels=24, out_channels=16)
+    assert not winograd.takes(in_channels=16, out_channels=3)
+    assert not winograd.takes(in_channels=0, out_channels=16)
+
+
+def test_what_the_kernels_cannot_read_is_refused() -> None:
+    x, transformed = pictures(2, 16, (4, 4)), winograd.transform(filters(16, 16), backward=False)
+    for bad in (x.contiguous(), x.double(), x[:, :8], x[:, :, ::2], x[0]):
+        with pytest.raises(ArgumentError, match="x_NCHW must be"):
+            winograd.unit_gradients(bad, x, None, 2)
+    with pytest.raises(ArgumentError, match="x_NCHW must be"):
+        winograd.convolve(x.contiguous(), transformed, None)
+    with pytest.raises(ArgumentError, match="transformed must be"):
+        winograd.convolve(pictures(2, 32, (4, 4)), transformed, None)
+    with pytest.raises(ArgumentError, match="bias_O must be"):
+        winograd.convolve(x, transformed, torch.zeros(32))
+    with pytest.raises(ArgumentError, match="multiples of 16"):
+        winograd.transform(filters(8, 16), backward=False)
+    with pytest.raises(ArgumentError, match="3×3"):
+        winograd.transform(torch.zeros(16, 16, 1, 1), backward=False)
+    with pytest.raises(ArgumentError, match="agree in rows"):
+        winograd.summed_gradient(x, x[:1], torch.ones(2))
+    with pytest.raises(ArgumentError, match="factor_N must be 2"):
+        winograd.summed_gradient(x, x, torch.ones(3))
+    with pytest.raises(ArgumentError, match="units must divide"):
+        winograd.unit_gradients(x, x, None, 3)
+    with pytest.raises(ArgumentError, match="z_KKIO must be"):
+        winograd.unit_gradients(x, x, torch.zeros(16, 16, 3, 3), 2)
+
+
+def test_a_picture_of_one_pixel_may_have_any_strides() -> None:
+    x, transformed = pictures(2, 16, (1, 1)), winograd.transform(filters(16, 16), backward=False)
+    assert torch.equal(
+        winograd.convolve(x.clone().contiguous(), transformed, None), winograd.convolve(x, transformed, None)
+    )
+
+
+def test_operators_keep_the_rules_of_torch_library() -> None:
+    x, weight = pictures(2, 16, (5, 6)), filters(16, 16)
+    transformed = winograd.transform(weight, backward=False)
+    calls = {
+        "transform": (weight, True),
+        "convolve": (x, transformed, torch.zeros(16)),
+        "unit_gradients": (x, x, torch.zeros(3, 3, 16, 16), 2),
+        "summed_gradient": (x, x, torch.ones(2)),
+    }
+    for name, arguments in calls.items():
+        operator = getattr(torch.ops.dpvision, f"winograd_{name}").default
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
