@@ -162,7 +162,7 @@ def test_an_entry_states_its_parameters_and_shapes_are_right_at_the_papers_sizes
     assert tuple(y.shape) == expected_shape(name, 2, size)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in BIG else ()) for name in NAMES])
 def test_a_safetensors_file_brings_a_model_back(name: str, tmp_path: Path) -> None:
     model, other = default_model(name), on_meta(name)
     save_file(model.state_dict(), tmp_path / "weights.safetensors")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpvision.bench.figures import Figures, Result, Row, Target
-from dpvision.bench.run import Settings, run
+from dpvision.bench.measure import Settings, run
 from dpvision.bench.suites import SUITES, Item, suite
 from dpvision.bench.workload import Workload
 

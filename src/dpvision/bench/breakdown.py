@@ -35,8 +35,10 @@ _PART_OF: Final = {
     "backpropagate": "backward",
     "unit_gradients": "norms",  # what remains in it after forward and backward: the rules
     "norms_sq": "norms",
+    "clip_factors": "norms",
     "weighted_sum": "weighted sum",
-    "finish": "weighted sum",
+    "add": "weighted sum",  # over micro-batches, in float64
+    "gradients": "weighted sum",
 }
 _PICTURES, _SIDE, _UNITS_AT_ONCE = 50_000, 32, 256
 

@@ -75,7 +75,9 @@ def _draw(axes: Axes, kind: _Kind, results: Sequence[Result]) -> None:
     )
     for place, value in bars:
         text = f"{value:.2f}" if value <= _WIDEST else f"{value:.1f} →"
-        axes.text(min(value, _WIDEST) + 0.03, place, text, va="center", fontsize=8, color=_INK)
+        # On white, so that the line at one does not run through the figure.
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+        axes.text(min(value, _WIDEST) + 0.03, place, text, va="center", fontsize=8, color=_INK, bbox=box)
 
 
 def _dress(axes: Axes, results: Sequence[Result]) -> None:

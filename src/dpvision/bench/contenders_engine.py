@@ -10,7 +10,7 @@ from torch import nn
 from dpvision.bench.contender import CLIP_NORM, LEARNING_RATE, MOMENTUM, NOISE_MULTIPLIER, Contender, Step
 from dpvision.bench.workload import Workload
 from dpvision.flow import OrdinaryGrad
-from dpvision.grads import Performance, clipped_sum_of_batch
+from dpvision.grads import Performance, clipped_sum_of_batch, unclipped_sum_of_batch
 from dpvision.grads.engine import Rows
 from dpvision.keys import Keys
 from dpvision.mechanism import Mechanism
@@ -61,8 +61,6 @@ def _private(kernels: Kernels) -> Callable[[Workload], Step]:
 
 
 def _unclipped(workload: Workload) -> Step:
-    from dpvision.grads import unclipped_sum_of_batch
-
     model, batch = workload.make_model(), Rows(*workload.make_rows(), workload.views)
     optimizer, performance = optimizer_of(model, private=False), performance_of(workload, "native")
 

@@ -126,6 +126,19 @@ class Result:
             return False
         return None if None in verdicts else True
 
+    @property
+    def faster_than_peers(self) -> bool | None:
+        """Whether the private step takes less time than every peer's; None without a timed peer."""
+        mine, theirs = self.seconds(self.headline), self.seconds(self.fastest_peer or "")
+        return None if mine is None or theirs is None else mine < theirs
+
+    @property
+    def smaller_than_peers(self) -> bool | None:
+        """Whether the private step takes less memory than every peer's; None where no peer's is known."""
+        mine = self.row(self.headline)
+        theirs = [row.memory_bytes for row in self.rows if row.kind == "peer" and row.memory_bytes is not None]
+        return None if mine is None or mine.memory_bytes is None or not theirs else mine.memory_bytes < min(theirs)
+
     def _fastest(self, kind: Kind) -> str | None:
         timed = [(row.seconds, row.contender) for row in self.rows if row.kind == kind and row.seconds is not None]
         return min(timed)[1] if timed else None
@@ -204,6 +217,8 @@ def _plain_values(result: Result, peak_flops: float) -> dict[str, Any]:
         "privacy_cost": result.privacy_cost,
         "fastest_ordinary": result.fastest_ordinary,
         "fastest_peer": result.fastest_peer,
+        "faster_than_peers": result.faster_than_peers,
+        "smaller_than_peers": result.smaller_than_peers,
         "breakdown": dict(result.breakdown),
         "rows": [_row_values(result, row, peak_flops) for row in result.rows],
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Iterator
@@ -52,13 +51,11 @@ def threads(count: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-@functools.cache
-def peak_flops(num_threads: int) -> float:
-    """Floating-point operations a second in a large float32 matrix product with that many threads: best of five."""
+def peak_flops() -> float:
+    """Floating-point operations a second in a large float32 matrix product: best of five."""
     a, b = (torch.ones(_SIDE, _SIDE) for _ in range(2))
-    with threads(num_threads):
-        torch.mm(a, b)
-        fastest = min(_seconds_of_product(a, b) for _ in range(_TRIES))
+    torch.mm(a, b)
+    fastest = min(_seconds_of_product(a, b) for _ in range(_TRIES))
     return 2 * _SIDE**3 / fastest
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
+from typing import Final
 
 from dpvision.bench.chart import bar_chart
-from dpvision.bench.contenders import REFERENCE
+from dpvision.bench.contenders import REFERENCE, contender
 from dpvision.bench.figures import PLAIN, Figures, Result
+from dpvision.bench.suites import SUITES
 from dpvision.bench.table import (
     NOTHING,
+    below_peers,
     demanded,
     machine_line,
     markdown,
@@ -21,10 +25,11 @@ from dpvision.bench.table import (
     ratio,
     verdict,
 )
+from dpvision.bench.workload import Workload
 from dpvision.checks import ArgumentError
 from dpvision.files import disk_errors, write_atomically
 
-_READING = """\
+_READING: Final = """\
 Every contender takes whole training steps on the same rows: the private ones clipped sum, noise and optimizer, the
 ordinary ones forward, backward and SGD with momentum. All run interleaved in one process, in a new order every round;
 figures are medians. *× eager* is the time as a multiple of ordinary eager PyTorch, *× fastest ordinary* as a multiple
@@ -32,7 +37,12 @@ of the fastest ordinary variant that took part. Memory is the peak of three step
 of its own. The first step counts, so a compiled variant carries its compiler. Opacus draws its noise from torch's
 ordinary generator; our noise has full tails and costs more. Where Opacus knows no views, they are averaged from its
 per-row gradients.
+
+Shares of the peak count the operations of an ordinary step's convolutions and matrix products. Winograd's method needs
+fewer, so that a private step may pass 100 %.
 """
+
+KEPT: Final = "<!-- Notes. Everything below this line stays when the page is written anew. -->"
 
 
 def require_writable(path: Path) -> None:
@@ -50,26 +60,46 @@ def write_page(figures: Figures, path: Path) -> None:
     contents = {
         path.with_suffix(".json"): raw.encode(),
         chart: bar_chart(figures.results),
-        path: page(figures, chart=chart.name).encode(),
+        path: f"{page(figures, chart=chart.name)}\n{_notes(path)}".encode(),
     }
     with disk_errors(f"write {path.name}"):
         for place, content in contents.items():
             write_atomically(place, content)
 
 
+def _notes(path: Path) -> str:
+    """What people wrote below the line that keeps it, or that line alone."""
+    with disk_errors(f"read {path.name}"):
+        before = path.read_text() if path.is_file() else ""
+    _, _, notes = before.partition(KEPT)
+    return f"{KEPT}{notes or chr(10)}"
+
+
 def page(figures: Figures, *, chart: str) -> str:
     """The whole page as Markdown."""
-    suites = dict.fromkeys(result.suite for result in figures.results)
-    command = f"dpvision bench --suite {','.join(suites)} --threads {figures.threads} --repeats {figures.repeats}"
     opening = [
         "# Benchmarks\n",
         f"{machine_line(figures)}.\n",
-        f"```\n{command} --write docs/benchmarks.md\n```\n",
+        f"```\n{command(figures)}\n```\n",
         f"![Time of a training step, ordinary eager PyTorch = 1]({chart})\n",
         _READING,
     ]
     parts = [section for suite, results in _by_suite(figures) for section in _sections(suite, results, figures)]
     return "\n".join([*opening, *parts])
+
+
+def command(figures: Figures) -> str:
+    """What to type to measure the same again."""
+    suites = tuple(dict.fromkeys(result.suite for result in figures.results))
+    what = f"--suite {','.join(suites)}" if set(suites) <= set(SUITES) else _flags(figures.results[0].workload)
+    names = (row.contender for result in figures.results for row in result.rows)
+    compiles = " --compile" if any(contender(name).compiles for name in names) else ""
+    return f"dpvision bench {what}{compiles} --threads {figures.threads} --repeats {figures.repeats}"
+
+
+def _flags(workload: Workload) -> str:
+    given = {name.replace("_", "-"): value for name, value in asdict(workload).items() if value is not None}
+    return " ".join(f"--{name} {value}" for name, value in given.items())
 
 
 def _by_suite(figures: Figures) -> Iterator[tuple[str, list[Result]]]:
@@ -97,7 +127,7 @@ def _sections(suite: str, results: Sequence[Result], figures: Figures) -> Iterat
 
 def _headline(results: Sequence[Result]) -> str:
     columns = ("workload", "eager, ms", "fastest ordinary", "private step × eager", "× fastest ordinary")
-    columns += ("plain × eager", "best Opacus × eager", "memory × eager", "target", "")
+    columns += ("plain × eager", "best Opacus × eager", "memory × eager", "below Opacus", "target", "")
     return markdown(columns, (_headline_row(result) for result in results))
 
 
@@ -112,6 +142,7 @@ def _headline_row(result: Result) -> list[str]:
         ratio(result.ratio(PLAIN)),
         NOTHING if peer is None else f"{ratio(result.ratio(peer))} ({peer.removeprefix('opacus-')})",
         ratio(result.memory_ratio(result.headline)),
+        below_peers(result),
         demanded(result),
         verdict(result),
     ]

@@ -48,13 +48,20 @@ def _escaped(cell: str) -> str:
     return cell.replace("|", "\\|").replace("\n", " ")
 
 
+def plural(count: int, noun: str) -> str:
+    """A number with its noun."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def machine_line(figures: Figures) -> str:
     """The machine in one line, by its features."""
     facts = figures.machine
-    caches = "".join(f", {name[:2].upper()} {facts[name]}" for name in ("l2_cache", "l3_cache") if name in facts)
+    caches = (f"{name[:2].upper()} {facts[name]}" for name in ("l2_cache", "l3_cache") if name in facts)
+    machine = ", ".join([plural(int(facts["cores"]), "core"), str(facts["simd"]), *caches, f"torch {facts['torch']}"])
+    peak = f"peak of float32 matrix products {figures.peak_flops / 1e9:.0f} GF/s"
     return (
-        f"{facts['cores']} cores, {facts['simd']}{caches}, torch {facts['torch']}; {figures.threads} threads, "
-        f"float32; peak of sgemm {figures.peak_flops / 1e9:.0f} GF/s; median of {figures.repeats} interleaved steps"
+        f"{machine}; {plural(figures.threads, 'thread')}; {peak}; "
+        f"medians of {plural(figures.repeats, 'interleaved step')}"
     )
 
 
@@ -107,3 +114,11 @@ def verdict(result: Result) -> str:
     if result.target is None:
         return NOTHING
     return {True: "met", False: "not met", None: "not measured"}[result.met]
+
+
+def below_peers(result: Result) -> str:
+    """In what a private step stays below every peer."""
+    if result.fastest_peer is None:
+        return NOTHING
+    verdicts = (("time", result.faster_than_peers), ("memory", result.smaller_than_peers))
+    return ", ".join(f"{what} {'yes' if holds else 'no'}" for what, holds in verdicts if holds is not None)

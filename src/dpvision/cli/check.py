@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from dpvision.checks import ArgumentError
+from dpvision.checks import ArgumentError, Problems
 from dpvision.cli.output import print_json, printable, user_errors
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from dpvision.grads.preflight import Finding
+    from dpvision.grads import Finding
 
 PROBLEMS_FOUND = 1
 DEFAULT_CHANNELS, DEFAULT_SIDE, DEFAULT_CLASSES = 3, 32, 10
@@ -107,20 +107,19 @@ def _named(modules: list[str]) -> str:
 
 def _inspect(subject: _Subject) -> list[Finding]:
     """First whether the model gives scores for such pictures at all, then whether they can be learned privately."""
+    from dpvision.grads import Finding, preflight
     from dpvision.training.session import inspect_model, made_up_rows
 
     inputs, targets = made_up_rows(subject.image_shape, subject.num_classes, "cpu")
-    outputs, problem = _outputs(subject, inputs)
-    if problem is not None or outputs is None:
-        return [] if problem is None else [problem]
+    outputs = _outputs(subject, inputs)
+    if isinstance(outputs, Finding):
+        return [outputs]
     if outputs.dim() == 2:
         return inspect_model(subject.model, image_shape=subject.image_shape, num_classes=subject.num_classes)
-    from dpvision.grads import preflight
-
     return preflight(subject.model, _map_loss, inputs, targets)
 
 
-def _outputs(subject: _Subject, inputs: Tensor) -> tuple[Tensor | None, Finding | None]:
+def _outputs(subject: _Subject, inputs: Tensor) -> Tensor | Finding:
     """What the model makes of the pictures in evaluation mode, or why that can't be scores."""
     import torch
 
@@ -134,22 +133,22 @@ def _outputs(subject: _Subject, inputs: Tensor) -> tuple[Tensor | None, Finding 
     except Exception as error:  # noqa: BLE001 - a user's forward may raise anything.
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         remedy = "Set --in-channels and --image-size to the pictures that it is made for."
-        return None, _problem(f"can't be run on float32 pictures of {shape}: {reason}", remedy)
+        return _problem(f"can't be run on float32 pictures of {shape}: {reason}", remedy)
     if not isinstance(outputs, torch.Tensor):
         problem = f"returns a {type(outputs).__name__}, not a tensor of scores"
-        return None, _problem(problem, "Return the scores alone, of shape (pictures, classes).")
+        return _problem(problem, "Return the scores alone, of shape (pictures, classes).")
     found = tuple(outputs.shape)
     if outputs.dim() not in (2, 4) or found[0] != inputs.shape[0]:
         problem = f"returns shape {found} for {inputs.shape[0]} pictures"
-        return None, _problem(problem, "Return (pictures, classes), or (pictures, classes, height, width) for maps.")
+        return _problem(problem, "Return (pictures, classes), or (pictures, classes, height, width) for maps.")
     if found[1] != classes:
         problem = f"returns {found[1]} scores a picture, but there are {classes} classes"
-        return None, _problem(problem, f"Set --num-classes {found[1]}, or change its last layer.")
-    return outputs, None
+        return _problem(problem, f"Set --num-classes {found[1]}, or change its last layer.")
+    return outputs
 
 
 def _problem(problem: str, remedy: str) -> Finding:
-    from dpvision.grads.preflight import Finding
+    from dpvision.grads import Finding
 
     return Finding(module="the model", problem=problem, remedy=remedy, fatal=True)
 
@@ -176,13 +175,17 @@ def _find(
     options: dict[str, bool | int | float | str],
 ) -> _Subject:
     """The catalogue's model with its own defaults, or what the user's function returns."""
+    problems = Problems()
+    for flag, value in (("--in-channels", in_channels), ("--image-size", side), ("--num-classes", num_classes)):
+        problems.count(flag, 1 if value is None else value)
+    problems.raise_if_any()
+    if name.endswith((".py", ".py:")):
+        raise ArgumentError(f"name the function that makes the model, as in {name.rstrip(':')}:make.")
     if ":" in name:
         if options:
             raise ArgumentError("--option is for models of the catalogue: set it in your function.")
         given = in_channels or DEFAULT_CHANNELS, side or DEFAULT_SIDE, num_classes or DEFAULT_CLASSES
         return _Subject(_from_code(*name.rsplit(":", 1)), *given)
-    if name.endswith(".py"):
-        raise ArgumentError(f"name the function that makes the model, as in {name}:make.")
     from dpvision.models import create, entry
 
     found = entry(name)

@@ -8,11 +8,12 @@ import typer
 
 from dpvision.cli.output import print_json, user_errors
 
+_UNBROKEN = 1_000
 Json = Annotated[bool, typer.Option("--json", help="Print as JSON on stdout.")]
 
 
 def models(json: Json = False) -> None:
-    """List the models: name, parameters, paper, purpose.
+    """List the models: name, parameters, paper, purpose; as JSON also input sizes and options with their defaults.
 
     Example: dpvision models --json
     """
@@ -21,7 +22,10 @@ def models(json: Json = False) -> None:
 
         from dpvision.models import catalogue
 
-        entries = [{k: v for k, v in asdict(entry).items() if not callable(v)} for entry in catalogue()]
+        entries = [
+            {**{k: v for k, v in asdict(entry).items() if not callable(v)}, "options": entry.options}
+            for entry in catalogue()
+        ]
         if json:
             print_json({"models": entries})
             return
@@ -50,7 +54,14 @@ def _table(columns: tuple[str, ...], rows: list[dict[str, object]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*columns, box=None, pad_edge=False)
+    console = Console()
+    if not console.is_terminal:
+        # A row a line, however long, for grep and for files.
+        console.width = _UNBROKEN
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        figures = all(isinstance(row[column], int) for row in rows)
+        table.add_column(column, justify="right" if figures else "left", overflow="fold")
     for row in rows:
         table.add_row(*(f"{row[c]:,}" if isinstance(row[c], int) else str(row[c]) for c in columns))
-    Console().print(table)
+    console.print(table)

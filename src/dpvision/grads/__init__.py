@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpvision.grads.engine import clipped_sum, clipped_sum_of_batch
+from dpvision.grads.engine import clipped_sum, clipped_sum_of_batch, unclipped_sum_of_batch
 from dpvision.grads.ordinary import ordinary_gradient
 from dpvision.grads.performance import Performance
 from dpvision.grads.preflight import Finding, preflight, require_private_ready
@@ -17,4 +17,5 @@ __all__ = [
     "ordinary_gradient",
     "preflight",
     "require_private_ready",
+    "unclipped_sum_of_batch",
 ]

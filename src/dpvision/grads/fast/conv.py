@@ -12,7 +12,6 @@ from typing import Any, Final, TypeVar, final
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
-from typing_extensions import TypeIs
 
 from dpvision.grads.fast.norm import channels_last, is_channels_last
 from dpvision.grads.rules.standardised import Standardisation
@@ -73,6 +72,7 @@ class Winograd(nn.Module):
 
     def hold(self) -> None:
         """Keep what is derived from now on: the weights stay as they are."""
+        self.release()  # a step that broke off may have left something
         self._holding = True
 
     def release(self) -> None:
@@ -112,7 +112,7 @@ class WinogradConv2d(Winograd):
     """Stands in for an ``nn.Conv2d``."""
 
     @staticmethod
-    def fits(module: nn.Module) -> TypeIs[nn.Conv2d]:
+    def fits(module: nn.Module) -> bool:
         """Whether a layer is such a convolution."""
         return (
             type(module) is nn.Conv2d
@@ -145,7 +145,7 @@ class WinogradWSConv2d(Winograd):
     keeps_output: Final = True
 
     @staticmethod
-    def fits(module: nn.Module) -> TypeIs[WSConv2d]:
+    def fits(module: nn.Module) -> bool:
         """Whether a layer is such a convolution."""
         return (
             type(module) is WSConv2d

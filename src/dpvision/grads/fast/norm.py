@@ -43,9 +43,7 @@ class Chain:
     norm_first: bool = True
     pool: bool = False
 
-    def plain(
-        self, x_NCHW: Tensor, gamma_NC: Tensor | None, beta_NC: Tensor | None, residual: Tensor | None
-    ) -> Tensor:
+    def plain(self, x_NCHW: Tensor, gamma_NC: Tensor | None, beta_NC: Tensor | None, residual: Tensor | None) -> Tensor:
         """The chain in PyTorch's own operations, γ and β given for each row."""
         act = ACTIVATIONS[self.activation]
         y = F.group_norm(x_NCHW if self.norm_first else act(x_NCHW), self.groups, eps=self.eps)

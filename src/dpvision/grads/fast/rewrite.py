@@ -17,6 +17,7 @@ from dpvision.grads.fast.conv import WinogradConv2d, WinogradWSConv2d
 from dpvision.grads.fast.norm import Chain, FusedNorm
 from dpvision.grads.fast.trace import traced
 from dpvision.grads.rules import rule_for
+from dpvision.models.layers import WSConv2d
 
 _LAYERS: Final[dict[type[nn.Module], str]] = {
     nn.ReLU: "relu",
@@ -62,10 +63,14 @@ def _replace_convolutions(graph_module: fx.GraphModule) -> int:
         module = _module_of(graph_module, node)
         if module is None or len(node.args) != 1 or node.kwargs or not _answered_for(module):
             continue
-        for layer in (WinogradConv2d, WinogradWSConv2d):
-            if layer.fits(module):
-                node.target = _put(graph_module, f"dpvision_winograd_{made}", layer(module))
-                made += 1
+        if isinstance(module, nn.Conv2d) and WinogradConv2d.fits(module):
+            layer = WinogradConv2d(module)
+        elif isinstance(module, WSConv2d) and WinogradWSConv2d.fits(module):
+            layer = WinogradWSConv2d(module)
+        else:
+            continue
+        node.target = _put(graph_module, f"dpvision_winograd_{made}", layer)
+        made += 1
     return made
 
 
@@ -83,7 +88,7 @@ def _fuse_norms(graph_module: fx.GraphModule, *, compiled: bool) -> int:
 
 def _chain_around(
     graph_module: fx.GraphModule, node: fx.Node, norm: nn.GroupNorm
-) -> tuple[Chain, tuple[fx.Node, ...], fx.Node]:
+) -> tuple[Chain, tuple[Any, ...], fx.Node]:
     """A GroupNorm and what belongs to it: the chain, its inputs, and the node whose value it gives."""
     first, last = node, node
     activation, norm_first, pool = "none", True, False
@@ -103,7 +108,7 @@ def _chain_around(
     return Chain(norm.num_groups, norm.eps, activation, norm_first, pool), tuple(inputs), last
 
 
-def _replace(graph: fx.Graph, inputs: tuple[fx.Node, ...], last: fx.Node, target: str) -> None:
+def _replace(graph: fx.Graph, inputs: tuple[Any, ...], last: fx.Node, target: str) -> None:
     """Let one layer give what ``last`` gave, and remove what nobody needs any more."""
     with graph.inserting_before(last):
         fused = graph.call_module(target, inputs)

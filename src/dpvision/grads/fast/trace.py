@@ -48,7 +48,9 @@ class _Tracer(fx.Tracer):
     """Goes into containers only: whatever owns parameters, has no children or comes with PyTorch stays whole."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        container = type(m) in (nn.Sequential, nn.ModuleList, nn.ModuleDict) or not type(m).__module__.startswith("torch.")
+        container = type(m) in (nn.Sequential, nn.ModuleList, nn.ModuleDict) or not type(m).__module__.startswith(
+            "torch."
+        )
         owns = any(True for _ in m.parameters(recurse=False)) or any(True for _ in m.buffers(recurse=False))
         return not container or owns or not any(True for _ in m.children())
 
@@ -78,5 +80,5 @@ def _has_hooks(model: nn.Module) -> bool:
 
 def _outside_state() -> tuple[Any, ...]:
     """The generators that a forward pass might have drawn from while it was written down."""
-    numbers = np.random.get_state(legacy=True)  # noqa: NPY002 (the global one is what a user's model would draw from)
-    return random.getstate(), numbers[1].tobytes(), numbers[2], torch.get_rng_state().numpy().tobytes()
+    _, words, position, *_ = np.random.get_state()
+    return random.getstate(), words.tobytes(), position, torch.get_rng_state().numpy().tobytes()

@@ -44,7 +44,5 @@ static inline void for_runs(int64_t positions, int64_t length, Visit&& visit) {
 }
 
 static inline void add_to(double* total, v8 sum) {
-    typedef double d8_unaligned __attribute__((vector_size(64), aligned(8)));
-    auto place = reinterpret_cast<d8_unaligned*>(total);
-    *place = *place + __builtin_convertvector(sum, d8);
+    *reinterpret_cast<d8_unaligned*>(total) += __builtin_convertvector(sum, d8);
 }

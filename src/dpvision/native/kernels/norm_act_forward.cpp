@@ -18,12 +18,11 @@ struct Spread {
     // `centre` is nearly the run's mean; `rest` and `squared` are the sums of the deviations from it, and of their
     // squares.
     void merge(int64_t c, double run, v8 centre, v8 rest, v8 squared) {
-        const double after = count + run;
-        for (int k = 0; k < LANES; k++) {
-            const double off = centre[k] + rest[k] / run - mean[c + k];
-            mean[c + k] += off * (run / after);
-            squares[c + k] += squared[k] + off * off * (count * run / after);
-        }
+        d8_unaligned& old = *reinterpret_cast<d8_unaligned*>(mean + c);
+        const d8 off = __builtin_convertvector(centre, d8) + __builtin_convertvector(rest, d8) * (1 / run) - old;
+        const double share = run / (count + run);
+        old += off * share;
+        *reinterpret_cast<d8_unaligned*>(squares + c) += __builtin_convertvector(squared, d8) + off * off * (count * share);
     }
 };
 

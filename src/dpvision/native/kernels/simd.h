@@ -6,6 +6,7 @@
 typedef float v8 __attribute__((vector_size(32)));
 typedef float v8_unaligned __attribute__((vector_size(32), aligned(4)));
 typedef double d8 __attribute__((vector_size(64)));
+typedef double d8_unaligned __attribute__((vector_size(64), aligned(8)));
 typedef int32_t i8x32 __attribute__((vector_size(32)));
 constexpr int LANES = 8;
 

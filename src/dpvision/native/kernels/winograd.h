@@ -19,8 +19,15 @@
 constexpr int TILE = 4;                 // outputs of a tile, per side
 constexpr int PATCH = TILE + 2;         // inputs of a tile, per side
 constexpr int POINTS = PATCH * PATCH;   // products per tile and pair of channels
-constexpr int PANEL = 2 * LANES;        // channels that are kept together in packed operands
-constexpr int GAP = 16;                 // floats between the points' blocks: see above
+constexpr int PANEL = 16;               // channels that are kept together in packed operands: one line of the cache
+constexpr int GAP = PANEL;              // floats between the points' blocks: see above
+
+// A panel's channels, side by side: one register with AVX-512, two with AVX2.
+typedef float v16 __attribute__((vector_size(64)));
+typedef float v16_unaligned __attribute__((vector_size(64), aligned(4)));
+
+static inline const v16_unaligned& panel_at(const float* p) { return *reinterpret_cast<const v16_unaligned*>(p); }
+static inline v16_unaligned& panel_at(float* p) { return *reinterpret_cast<v16_unaligned*>(p); }
 
 struct Shape {
     int64_t rows, height, width, in_channels, out_channels;
@@ -32,10 +39,10 @@ struct Shape {
 };
 
 // Bᵀ: six inputs to six points.
-static inline void to_points(const v8* x, int step, v8* out, int out_step) {
-    const v8 x0 = x[0], x1 = x[step], x2 = x[2 * step], x3 = x[3 * step], x4 = x[4 * step], x5 = x[5 * step];
-    const v8 even = x4 - x2, odd = x3 - x1;
-    const v8 even_far = x4 - 4.f * x2, odd_far = x3 - 4.f * x1;
+static inline void to_points(const v16* x, int step, v16* out, int out_step) {
+    const v16 x0 = x[0], x1 = x[step], x2 = x[2 * step], x3 = x[3 * step], x4 = x[4 * step], x5 = x[5 * step];
+    const v16 even = x4 - x2, odd = x3 - x1;
+    const v16 even_far = x4 - 4.f * x2, odd_far = x3 - 4.f * x1;
     out[0] = even + 4.f * (x0 - x2);
     out[out_step] = even_far + odd_far;
     out[2 * out_step] = even_far - odd_far;
@@ -45,9 +52,9 @@ static inline void to_points(const v8* x, int step, v8* out, int out_step) {
 }
 
 // Aᵀ: six points to four outputs.
-static inline void to_outputs(const v8* m, int step, v8* out, int out_step) {
-    const v8 near_sum = m[step] + m[2 * step], near_difference = m[step] - m[2 * step];
-    const v8 far_sum = m[3 * step] + m[4 * step], far_difference = m[3 * step] - m[4 * step];
+static inline void to_outputs(const v16* m, int step, v16* out, int out_step) {
+    const v16 near_sum = m[step] + m[2 * step], near_difference = m[step] - m[2 * step];
+    const v16 far_sum = m[3 * step] + m[4 * step], far_difference = m[3 * step] - m[4 * step];
     out[0] = m[0] + near_sum + far_sum;
     out[out_step] = near_difference + 2.f * far_difference;
     out[2 * out_step] = near_sum + 4.f * far_sum;
@@ -55,10 +62,10 @@ static inline void to_outputs(const v8* m, int step, v8* out, int out_step) {
 }
 
 // A: four output gradients to six points.
-static inline void gradient_to_points(const v8* y, int step, v8* out, int out_step) {
-    const v8 y0 = y[0], y1 = y[step], y2 = y[2 * step], y3 = y[3 * step];
-    const v8 even = y0 + y2, odd = y1 + y3;
-    const v8 even_far = y0 + 4.f * y2, odd_far = y1 + 4.f * y3;
+static inline void gradient_to_points(const v16* y, int step, v16* out, int out_step) {
+    const v16 y0 = y[0], y1 = y[step], y2 = y[2 * step], y3 = y[3 * step];
+    const v16 even = y0 + y2, odd = y1 + y3;
+    const v16 even_far = y0 + 4.f * y2, odd_far = y1 + 4.f * y3;
     out[0] = y0;
     out[out_step] = even + odd;
     out[2 * out_step] = even - odd;
@@ -68,9 +75,9 @@ static inline void gradient_to_points(const v8* y, int step, v8* out, int out_st
 }
 
 // G: three filter taps to six points.
-static inline void filter_to_points(const v8* w, int step, v8* out, int out_step) {
-    const v8 outer = w[0] + w[2 * step], middle = w[step];
-    const v8 outer_far = w[0] + 4.f * w[2 * step];
+static inline void filter_to_points(const v16* w, int step, v16* out, int out_step) {
+    const v16 outer = w[0] + w[2 * step], middle = w[step];
+    const v16 outer_far = w[0] + 4.f * w[2 * step];
     out[0] = 0.25f * w[0];
     out[out_step] = (-1.f / 6) * (outer + middle);
     out[2 * out_step] = (-1.f / 6) * (outer - middle);
@@ -80,9 +87,9 @@ static inline void filter_to_points(const v8* w, int step, v8* out, int out_step
 }
 
 // Gᵀ: six points to three filter taps.
-static inline void to_taps(const v8* q, int step, v8* out, int out_step) {
-    const v8 near_sum = (1.f / 6) * (q[step] + q[2 * step]), near_difference = (1.f / 6) * (q[2 * step] - q[step]);
-    const v8 far_sum = q[3 * step] + q[4 * step], far_difference = q[3 * step] - q[4 * step];
+static inline void to_taps(const v16* q, int step, v16* out, int out_step) {
+    const v16 near_sum = (1.f / 6) * (q[step] + q[2 * step]), near_difference = (1.f / 6) * (q[2 * step] - q[step]);
+    const v16 far_sum = q[3 * step] + q[4 * step], far_difference = q[3 * step] - q[4 * step];
     out[0] = 0.25f * q[0] - near_sum + (1.f / 24) * far_sum;
     out[out_step] = near_difference + (1.f / 12) * far_difference;
     out[2 * out_step] = q[5 * step] - near_sum + (1.f / 6) * far_sum;
@@ -100,18 +107,28 @@ static inline void locate(Float* picture, const Shape& shape, int64_t channels, 
         }
 }
 
-static inline void locate_inputs(const float* picture, const Shape& shape, int64_t channels, int64_t tile, const float** at) {
+static inline void locate_inputs(const float* picture, const Shape& shape, int64_t tile, const float* outside,
+                                 const float** at) {
     const int64_t top = tile / shape.tiles_across() * TILE, left = tile % shape.tiles_across() * TILE;
-    locate<PATCH>(picture, shape, channels, top - 1, left - 1, zeros(channels), at);
+    locate<PATCH>(picture, shape, shape.in_channels, top - 1, left - 1, outside, at);
 }
 
-// BᵀxB for eight channels of a tile: point e goes to `out + e * stride`.
+// The same for a tile's own 4×4 pixels, in the output or its gradient.
+template <class Float>
+static inline void locate_outputs(Float* picture, const Shape& shape, int64_t tile, Float* outside, Float** at) {
+    const int64_t top = tile / shape.tiles_across() * TILE, left = tile % shape.tiles_across() * TILE;
+    locate<TILE>(picture, shape, shape.out_channels, top, left, outside, at);
+}
+
+// BᵀxB for one panel of a tile: point e goes to `out + e * stride`.
 static inline void pack_inputs(const float* const* at, int64_t channel, float* out, int64_t stride) {
-    v8 x[POINTS], half[POINTS], column[PATCH];
-    for (int e = 0; e < POINTS; e++) x[e] = load(at[e] + channel);
-    for (int i = 0; i < PATCH; i++) to_points(x + i * PATCH, 1, half + i * PATCH, 1);
+    v16 x[PATCH], half[POINTS], column[PATCH];
+    for (int i = 0; i < PATCH; i++) {
+        for (int j = 0; j < PATCH; j++) x[j] = panel_at(at[i * PATCH + j] + channel);
+        to_points(x, 1, half + i * PATCH, 1);
+    }
     for (int j = 0; j < PATCH; j++) {
         to_points(half + j, PATCH, column, 1);
-        for (int i = 0; i < PATCH; i++) store(out + (i * PATCH + j) * stride, column[i]);
+        for (int i = 0; i < PATCH; i++) panel_at(out + (i * PATCH + j) * stride) = column[i];
     }
 }

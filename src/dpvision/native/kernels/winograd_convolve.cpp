@@ -2,17 +2,20 @@
 #include <algorithm>
 
 #include "winograd.h"
+#ifndef TBX
+#define TBX 32
+#endif
 
 namespace {
 
-// Rows of the register block. With two vectors of sums per row, it fills the 32 or 16 vector registers there are.
-#if defined(__AVX512VL__)
-constexpr int GROUP = 12;
+// Tiles that are multiplied at once: as many as have sums in the 32 wide or 16 narrow registers there are.
+#if defined(__AVX512F__)
+constexpr int GROUP = 16;
 #else
 constexpr int GROUP = 6;
 #endif
 
-// Transformed inputs of a block of tiles: (points, groups of tiles, channels / 8, GROUP tiles, 8 channels).
+// Transformed inputs of a block of tiles: (points, groups of tiles, panels, GROUP tiles, 16 channels).
 // A group's tiles lie side by side, so the product below reads its whole operand through one moving pointer.
 struct Packed {
     float* values;
@@ -35,21 +38,14 @@ struct Products {
 
 // COUNT tiles of a group times one panel of filters (channels, 16).
 template <int COUNT> void multiply(const float* group, const float* filters, int64_t channels, float* out) {
-    v8 sum[COUNT][2] = {};
-    for (int64_t c = 0; c < channels; c += LANES, group += GROUP * LANES)
-        for (int lane = 0; lane < LANES; lane++, filters += PANEL) {
-            const v8 left = load(filters), right = load(filters + LANES);
+    v16 sum[COUNT] = {};
+    for (int64_t c = 0; c < channels; c += PANEL, group += GROUP * PANEL)
+        for (int lane = 0; lane < PANEL; lane++, filters += PANEL) {
+            const v16 column = panel_at(filters);
 #pragma GCC unroll 16
-            for (int r = 0; r < COUNT; r++) {
-                const v8 x = all(group[r * LANES + lane]);
-                sum[r][0] = x * left + sum[r][0];
-                sum[r][1] = x * right + sum[r][1];
-            }
+            for (int r = 0; r < COUNT; r++) sum[r] = group[r * PANEL + lane] * column + sum[r];
         }
-    for (int r = 0; r < COUNT; r++) {
-        store(out + r * PANEL, sum[r][0]);
-        store(out + r * PANEL + LANES, sum[r][1]);
-    }
+    for (int r = 0; r < COUNT; r++) panel_at(out + r * PANEL) = sum[r];
 }
 
 // The same for a number of tiles that is known only now.
@@ -63,10 +59,10 @@ void multiply_some(int64_t count, const float* group, const float* filters, int6
 
 void pack_tile(const float* x, const Shape& shape, int64_t tile, const Packed& packed, int64_t slot) {
     const float* at[POINTS];
-    const int64_t row = tile / shape.tiles();
-    locate_inputs(x + row * shape.positions() * packed.channels, shape, packed.channels, tile % shape.tiles(), at);
-    float* out = packed.group(0, slot / GROUP) + slot % GROUP * LANES;
-    for (int64_t c = 0; c < packed.channels; c += LANES) pack_inputs(at, c, out + c * GROUP, packed.point_stride());
+    const float* picture = x + tile / shape.tiles() * shape.positions() * shape.in_channels;
+    locate_inputs(picture, shape, tile % shape.tiles(), zeros(shape.in_channels), at);
+    float* out = packed.group(0, slot / GROUP) + slot % GROUP * PANEL;
+    for (int64_t c = 0; c < packed.channels; c += PANEL) pack_inputs(at, c, out + c * GROUP, packed.point_stride());
 }
 
 void multiply_block(const Packed& packed, const float* filters, const Products& products, int64_t tiles) {
@@ -79,35 +75,35 @@ void multiply_block(const Packed& packed, const float* filters, const Products& 
             }
 }
 
-// AᵀmA for eight channels of a tile, plus the bias.
-void write_outputs(const float* products, int64_t stride, v8 bias, float* const* at, int64_t channel) {
-    v8 m[PATCH], half[TILE * PATCH], y[TILE];
+// AᵀmA for one panel of a tile, plus the bias.
+void write_outputs(const float* products, int64_t stride, const float* bias, float* const* at, int64_t channel) {
+    v16 m[PATCH], half[TILE * PATCH], y[TILE], shift = {};
+    if (bias) shift = panel_at(bias);
     for (int j = 0; j < PATCH; j++) {
-        for (int i = 0; i < PATCH; i++) m[i] = load(products + (i * PATCH + j) * stride);
+        for (int i = 0; i < PATCH; i++) m[i] = panel_at(products + (i * PATCH + j) * stride);
         to_outputs(m, 1, half + j, PATCH);
     }
     for (int i = 0; i < TILE; i++) {
         to_outputs(half + i * PATCH, 1, y, 1);
-        for (int j = 0; j < TILE; j++) store(at[i * TILE + j] + channel, y[j] + bias);
+        for (int j = 0; j < TILE; j++) panel_at(at[i * TILE + j] + channel) = y[j] + shift;
     }
 }
 
 void unpack_tile(const Products& products, int64_t slot, const float* bias, float* y, const Shape& shape, int64_t tile) {
-    static thread_local Scratch beyond;
-    const int64_t channels = shape.out_channels, row = tile / shape.tiles(), place = tile % shape.tiles();
-    const int64_t top = place / shape.tiles_across() * TILE, left = place % shape.tiles_across() * TILE;
+    static thread_local Scratch void_memory;
     float* at[TILE * TILE];
-    locate<TILE>(y + row * shape.positions() * channels, shape, channels, top, left, beyond.floats(channels), at);
-    for (int64_t c = 0; c < channels; c += LANES)
-        write_outputs(products.at(0, c / PANEL, slot) + c % PANEL, products.point_stride(), bias ? load(bias + c) : v8{},
-                      at, c);
+    float* picture = y + tile / shape.tiles() * shape.positions() * shape.out_channels;
+    locate_outputs(picture, shape, tile % shape.tiles(), void_memory.floats(shape.out_channels), at);
+    for (int64_t panel = 0; panel < products.panels; panel++)
+        write_outputs(products.at(0, panel, slot), products.point_stride(), bias ? bias + panel * PANEL : nullptr, at,
+                      panel * PANEL);
 }
 
 // As many tiles as make good use of the filters that are read for them, yet leave the operands in the cache.
 int64_t block_size(const Shape& shape, int64_t threads) {
     const int64_t all_tiles = shape.rows * shape.tiles();
     const int64_t share = (all_tiles + threads - 1) / threads;
-    return std::max<int64_t>(1, std::min<int64_t>(share, 4 * GROUP));
+    return std::max<int64_t>(1, std::min<int64_t>(share, TBX));
 }
 
 }  // namespace
@@ -120,19 +116,18 @@ extern "C" void dpvision_winograd_filters(const float* weight, int64_t out_chann
     const int64_t panels = columns / PANEL;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t panel = 0; panel < panels; panel++)
-        for (int64_t c = 0; c < channels; c++)
-            for (int64_t first = panel * PANEL; first < (panel + 1) * PANEL; first += LANES) {
-                const float* taps = weight + first * column_stride + c * channel_stride;
-                v8 w[9], half[PATCH * 3], row[PATCH];
-                for (int tap = 0; tap < 9; tap++)
-                    for (int lane = 0; lane < LANES; lane++) w[tap][lane] = taps[lane * column_stride + (backward ? 8 - tap : tap)];
-                for (int j = 0; j < 3; j++) filter_to_points(w + j, 3, half + j, 3);
-                for (int i = 0; i < PATCH; i++) {
-                    filter_to_points(half + i * 3, 1, row, 1);
-                    for (int j = 0; j < PATCH; j++)
-                        store(out + (((i * PATCH + j) * panels + panel) * channels + c) * PANEL + first % PANEL, row[j]);
-                }
+        for (int64_t c = 0; c < channels; c++) {
+            const float* taps = weight + panel * PANEL * column_stride + c * channel_stride;
+            v16 w[9], half[PATCH * 3], row[PATCH];
+            for (int tap = 0; tap < 9; tap++)
+                for (int lane = 0; lane < PANEL; lane++) w[tap][lane] = taps[lane * column_stride + (backward ? 8 - tap : tap)];
+            for (int j = 0; j < 3; j++) filter_to_points(w + j, 3, half + j, 3);
+            for (int i = 0; i < PATCH; i++) {
+                filter_to_points(half + i * 3, 1, row, 1);
+                for (int j = 0; j < PATCH; j++)
+                    panel_at(out + (((i * PATCH + j) * panels + panel) * channels + c) * PANEL) = row[j];
             }
+        }
 }
 
 // y = convolution of x with the filters, plus the bias if there is one.
