@@ -159,17 +159,15 @@ def test_what_mending_modules_would_leave_is_said(own: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "flags", "words"),
+    ("function", "words"),
     [
-        ("five", "", "returns 5 scores a picture, but there are 10 classes. Set --num-classes 5"),
-        ("grey", "", "can't be run on float32 pictures of 3×32×32"),
-        ("two", "", "returns a tuple, not a tensor of scores"),
+        ("five", "returns 5 scores a picture, but there are 10 classes. Set --num-classes 5"),
+        ("grey", "can't be run on float32 pictures of 3×32×32"),
+        ("two", "returns a tuple, not a tensor of scores"),
     ],
 )
-def test_a_model_that_gives_no_scores_for_such_pictures_says_why(
-    own: Path, function: str, flags: str, words: str
-) -> None:
-    result = check(f"{own}:{function}", *flags.split())
+def test_a_model_that_gives_no_scores_for_such_pictures_says_why(own: Path, function: str, words: str) -> None:
+    result = check(f"{own}:{function}")
     assert result.exit_code == 1
     assert words in result.stdout
     assert "NOT ready" in result.stdout
@@ -223,8 +221,8 @@ def test_a_file_may_import_its_neighbour_and_define_dataclasses(
         "shoefit_cnn",
         "doermann_cnn --image-size 14",
         "tempered_cnn",
-        "scaleresnet9 --option groups=8,8,16,16",
-        "wrn16_4",
+        "scaleresnet9 --image-size 8 --option groups=8,8,16,16",
+        "wrn16_4 --image-size 8",
         "smoothnet --option width=1.0",
         "scatter_cnn --in-channels 1 --image-size 28",
         pytest.param("resnet18", marks=pytest.mark.slow),
@@ -239,6 +237,13 @@ def test_every_family_of_the_catalogue_is_ready_as_it_is(arguments: str) -> None
     result = check(*arguments.split())
     assert result.exit_code == 0, result.output
     assert result.stdout == f"{arguments.split()[0]} is ready for private training\n"
+
+
+def test_a_model_of_the_catalogue_is_tried_on_its_own_pictures() -> None:
+    told = json.loads(check("shoefit_cnn", "--json").stdout)
+    assert (told["image_shape"], told["num_classes"]) == ([1, 28, 28], 10)
+    told = json.loads(check("shoefit_cnn", "--json", "--image-size", "14", "--num-classes", "3").stdout)
+    assert (told["image_shape"], told["num_classes"], told["ready"]) == ([1, 14, 14], 3, True)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +265,7 @@ def test_nonsense_about_the_catalogue_is_one_line(arguments: str, words: str) ->
 
 
 def test_batch_norm_of_the_catalogue_is_refused() -> None:
-    result = check("resnet9", "--option", "norm=batch")
+    result = check("resnet9", "--option", "norm=batch", "--image-size", "8")
     assert result.exit_code == 1
     assert "mixes units" in result.stdout
 

@@ -93,7 +93,6 @@ CASES: list[tuple[str, Build, int]] = [
     ("wrn, no ws", narrow_wrn(weight_standardised=False), 8),
     ("smoothnet", from_catalogue("smoothnet", width=1.0, depth=2.0), 16),
     ("nfnet, as deep as F0", narrow_nfnet(F0), 32),
-    ("nfnet, as deep as F3", narrow_nfnet(F3), 32),
     ("scatter_linear", from_catalogue("scatter_linear", image_size=8), 8),
     ("scatter_cnn", from_catalogue("scatter_cnn", image_size=8), 8),
 ]
@@ -114,6 +113,7 @@ SLOW_CASES: list[tuple[str, Build, int]] = [
     ("nf_resnet50", from_catalogue("nf_resnet50"), 32),
     ("nf_resnet200", from_catalogue("nf_resnet200"), 32),
     ("nfnet_f0", from_catalogue("nfnet_f0", skip_gain=0.5), 32),
+    ("nfnet, as deep as F3", narrow_nfnet(F3), 32),
     ("unet9", from_catalogue("unet9", groups=1), 16),
     ("scaleunet9", from_catalogue("scaleunet9", groups=1), 16),
     ("linknet9", from_catalogue("linknet9", groups=1), 16),

@@ -119,8 +119,10 @@ def test_group_counts_go_by_stage_in_resnet9() -> None:
     assert counts == {"conv1": [1], "conv2": [1], "res1": [2] * 3, "conv3": [4], "conv4": [4], "res2": [8] * 3}
 
 
-def test_group_counts_go_by_stage_in_resnet50() -> None:
-    body = models.create("resnet50", groups=(1, 2, 4, 8), seed=0)[0]
+@pytest.mark.parametrize("name", ["resnet50", "scaleresnet50"])
+def test_group_counts_go_by_stage_in_resnet50(name: str) -> None:
+    with torch.device("meta"):
+        body = models.entry(name).build(num_classes=10, in_channels=3, groups="1,2,4,8")[0]
     found = [{m.num_groups for m in part.modules() if isinstance(m, nn.GroupNorm)} for part in body]
     assert found == [{1}, {1}, {2}, {4}, {8}]
 
@@ -196,6 +198,10 @@ def test_residual_connections_of_smoothnet_add_and_can_be_normalised() -> None:
     plain, scaled = (models.create("smoothnet", scale_norm=on, seed=0, **options) for on in (False, True))
     extra = sum(p.numel() for p in scaled.parameters()) - sum(p.numel() for p in plain.parameters())
     assert extra == 2 * 2 * (8 + 16)
+    for model, normalised in ((plain, False), (scaled, True)):
+        with torch.no_grad(), outputs_of(model, Stage) as seen:
+            model(noise(2, 3, 16, 16))
+        assert all((abs(y.std().item() - 1) < 0.02) == normalised for _, y in seen)
 
 
 def test_the_heads_of_segmentation_networks_differ_in_their_floor() -> None:

@@ -140,6 +140,16 @@ def test_a_row_with_another_factor_is_not_hidden() -> None:
     assert winograd.summed_gradient(x, dy, torch.ones(2)).isnan().all()
 
 
+def test_gradients_can_go_into_memory_that_is_there_already() -> None:
+    x, dy = pictures(4, 32, (9, 6)), pictures(4, 16, (9, 6), 1)
+    expected, moments = winograd.unit_gradients(x, dy, None, 2)
+    memory = torch.full((2, 3, 3, 32, 16), float("nan"))
+    found, found_moments = winograd.unit_gradients(x, dy, None, 2, into_UKKIO=memory)
+    assert found is memory
+    assert torch.equal(memory, expected)
+    assert torch.equal(found_moments, moments)
+
+
 def test_one_units_values_do_not_reach_another_unit() -> None:
     x, dy = pictures(3, 32, (9, 6)), pictures(3, 32, (9, 6), 1)
     expected, moments = winograd.unit_gradients(x, dy, None, 3)
@@ -211,6 +221,9 @@ def test_what_the_kernels_cannot_read_is_refused() -> None:
         winograd.unit_gradients(x, x, None, 3)
     with pytest.raises(ArgumentError, match="z_KKIO must be"):
         winograd.unit_gradients(x, x, torch.zeros(16, 16, 3, 3), 2)
+    for bad in (torch.zeros(1, 3, 3, 16, 16), torch.zeros(2, 3, 3, 16, 16).transpose(3, 4), torch.zeros(2, 9, 16, 16)):
+        with pytest.raises(ArgumentError, match="into_UKKIO must"):
+            winograd.unit_gradients(x, x, None, 2, into_UKKIO=bad)
 
 
 def test_a_picture_of_one_pixel_may_have_any_strides() -> None:
@@ -226,7 +239,7 @@ def test_operators_keep_the_rules_of_torch_library() -> None:
     calls = {
         "transform": (weight, True),
         "convolve": (x, transformed, torch.zeros(16)),
-        "unit_gradients": (x, x, torch.zeros(3, 3, 16, 16), 2),
+        "unit_gradients": (x, x, torch.zeros(3, 3, 16, 16), torch.zeros(2, 3, 3, 16, 16)),
         "summed_gradient": (x, x, torch.ones(2)),
     }
     for name, arguments in calls.items():

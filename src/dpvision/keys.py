@@ -21,6 +21,7 @@ from dpvision.checks import ArgumentError
 Stream = Literal["run", "sampling", "rows", "noise", "init", "views", "statistics", "holdout"]
 SECRET_BYTES = 32
 _PIECE = 1 << 16
+_ZEROS = memoryview(bytes(_PIECE))
 
 
 @final
@@ -71,12 +72,13 @@ class Keys:
 def random_words(key: bytes, count: int) -> NDArray[np.uint64]:
     """``count`` 64-bit words of the AES-256-CTR key stream of ``key``, counter from zero."""
     encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
-    stream = bytearray(8 * count)
-    # In pieces that stay in the cache: five times faster than one long call, and the same bytes.
+    words = np.empty(count, dtype="<u8")
+    stream = memoryview(words.view(np.uint8))
+    # In pieces that stay in the cache: faster than one long call, and the same bytes.
     for start in range(0, len(stream), _PIECE):
-        piece = memoryview(stream)[start : start + _PIECE]
-        encryptor.update_into(bytes(len(piece)), piece)
-    return np.frombuffer(stream, dtype="<u8")
+        piece = stream[start : start + _PIECE]
+        encryptor.update_into(_ZEROS[: len(piece)], piece)
+    return words
 
 
 def _frame(*parts: str) -> bytes:

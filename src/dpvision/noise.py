@@ -28,6 +28,7 @@ from dpvision.flow import (
 )
 from dpvision.keys import Keys, random_words
 from dpvision.mechanism import Mechanism
+from dpvision.native import normals as kernels
 
 KEY_BYTES = 32
 GRID_BITS = 30
@@ -44,16 +45,27 @@ def standard_normals(key: bytes, count: int) -> NDArray[np.float64]:
     Box–Muller in float64 on the AES-256-CTR stream of ``key``: 64 bits for the angle, 64 for the radius, and 64 more
     for the radius in the outer 1/2048 of the mass, so that the far tail is as finely resolved as the middle.
 
-    Guarantee: the largest possible radius is 13.37, whose tail mass is 2⁻¹²⁹; no threads, so no dependence on them.
+    Native kernels make them where they are at hand, numpy elsewhere; both agree to the last bits.
+
+    Guarantee: the largest possible radius is 13.37, whose tail mass is 2⁻¹²⁹; no bit depends on the number of threads.
     """
     if len(key) != KEY_BYTES:
         raise ArgumentError(f"a noise key must have {KEY_BYTES} bytes, got {len(key)}. Use Keys.derive.")
     pairs = (count + 1) // 2
     words = random_words(key, 2 * pairs)
-    radius_words, angle_words = words[:pairs], words[pairs:]
-    tails = np.flatnonzero(radius_words >= _FIRST_TAIL_WORD)
+    tails = np.flatnonzero(words[:pairs] >= _FIRST_TAIL_WORD)
     more_words = random_words(hmac.digest(key, b"dpvision tail words", "sha256"), len(tails))
-    tail_radii = _tail_radii(radius_words[tails], more_words)
+    tail_radii = _tail_radii(words[tails], more_words)
+    from_words = kernels.from_words if kernels.takes(words) else _from_words
+    return from_words(words, tails, tail_radii)[:count]
+
+
+def _from_words(
+    words: NDArray[np.uint64], tails: NDArray[np.int64], tail_radii: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Radii from the first half of the words, except at ``tails``, and angles from the others."""
+    pairs = words.size // 2
+    radius_words, angle_words = words[:pairs], words[pairs:]
     normals = np.empty(2 * pairs)
     for start in range(0, pairs, _PAIRS):
         stop = min(start + _PAIRS, pairs)
@@ -63,7 +75,7 @@ def standard_normals(key: bytes, count: int) -> NDArray[np.float64]:
         cosines, sines = _circle(angle_words[start:stop])
         np.multiply(radii, cosines, out=normals[start:stop])
         np.multiply(radii, sines, out=normals[pairs + start : pairs + stop])
-    return normals[:count]
+    return normals
 
 
 def _radii(words: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -171,19 +183,35 @@ def _is_finite(sums: Tensor) -> bool:
 
 def _release(sums: Tensor, key: bytes, grid: Grid, *, divisor: float) -> Tensor:
     """One parameter's noisy mean. Worked on the CPU wherever ``sums`` lives, so that every device gives equal bits."""
-    values = sums.detach().to("cpu").contiguous().view(-1)
-    released = torch.empty_like(values)
-    noise = standard_normals(key, values.numel())
+    values: NDArray[np.float64] = sums.detach().to("cpu", torch.float64).contiguous().view(-1).numpy()
+    noise = standard_normals(key, values.size)
     noise_steps, mean_per_step = grid.noise_stddev / grid.spacing, grid.spacing / divisor
-    for start in range(0, noise.size, _PAIRS):
-        exact = values[start : start + _PAIRS].to(torch.float64, copy=True)
-        piece: NDArray[np.float64] = exact.numpy()  # the same memory
-        piece *= 1.0 / grid.spacing  # a power of two: exact
+    on_grid = kernels.release if kernels.takes(noise) else _on_grid
+    released = on_grid(
+        values,
+        noise,
+        steps_per_sum=1.0 / grid.spacing,  # a power of two: exact
+        steps_per_normal=noise_steps,
+        mean_per_step=mean_per_step,
+    )
+    return torch.from_numpy(released).to(sums.dtype).view(sums.shape).to(sums.device)
+
+
+def _on_grid(
+    sums: NDArray[np.float64],
+    normals: NDArray[np.float64],
+    *,
+    steps_per_sum: float,
+    steps_per_normal: float,
+    mean_per_step: float,
+) -> NDArray[np.float64]:
+    """Both rounded to whole numbers of grid steps, added, and scaled, in the normals' place."""
+    for start in range(0, normals.size, _PAIRS):
+        piece = sums[start : start + _PAIRS] * steps_per_sum
         np.rint(piece, out=piece)
-        noise_piece = noise[start : start + _PAIRS]
-        noise_piece *= noise_steps
-        np.rint(noise_piece, out=noise_piece)
-        piece += noise_piece
-        piece *= mean_per_step
-        released[start : start + _PAIRS] = exact
-    return released.view(sums.shape).to(sums.device)
+        released = normals[start : start + _PAIRS]
+        released *= steps_per_normal
+        np.rint(released, out=released)
+        released += piece
+        released *= mean_per_step
+    return normals

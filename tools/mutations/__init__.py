@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tools.mutations.accounting import ACCOUNTING
+from tools.mutations.fast import FAST
 from tools.mutations.gradients import GRADIENTS
 from tools.mutations.mutation import Mutation
 from tools.mutations.records import LEDGER
@@ -11,4 +12,4 @@ from tools.mutations.training import TRAINING
 
 __all__ = ["MUTATIONS", "Mutation"]
 
-MUTATIONS: tuple[Mutation, ...] = (*NOISE, *OPTIMIZERS, *DATA, *ACCOUNTING, *GRADIENTS, *LEDGER, *TRAINING)
+MUTATIONS: tuple[Mutation, ...] = (*NOISE, *OPTIMIZERS, *DATA, *ACCOUNTING, *GRADIENTS, *FAST, *LEDGER, *TRAINING)

@@ -97,8 +97,8 @@ def _scaling() -> tuple[Item, ...]:
 
 def _quick() -> tuple[Item, ...]:
     return (
-        Item(suite="quick", workload=Workload.of("shoefit_cnn", batch=64)),
-        Item(suite="quick", workload=Workload.of("scaleresnet9", batch=8)),
+        Item(suite="quick", workload=Workload.of("shoefit_cnn", batch=64), contenders=_FEW),
+        Item(suite="quick", workload=Workload.of("scaleresnet9", batch=8), contenders=_FEW),
     )
 
 

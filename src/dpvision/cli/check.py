@@ -64,7 +64,8 @@ def check(
         if json:
             rows = [{"module": f.module, "problem": f.problem, "remedy": f.remedy, "fatal": f.fatal} for f in findings]
             mends = [str(change) for change in changes] if changes and not open_problems else None
-            print_json({"model": model, "ready": not fatal, "findings": rows, "make_private_ready": mends})
+            tried = {"image_shape": subject.image_shape, "num_classes": subject.num_classes}
+            print_json({"model": model, **tried, "ready": not fatal, "findings": rows, "make_private_ready": mends})
         else:
             _say_findings(findings)
             typer.echo(f"{printable(model)} is {'NOT ' if fatal else ''}ready for private training")

@@ -19,6 +19,21 @@ Join = Literal["concat", "add"]
 
 
 @final
+class SizeIsMultipleOf(nn.Module):
+    """Refuse pictures that can't be halved as often as the network does; a module, so that a graph keeps it whole."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """The picture as it came."""
+        if x_NCHW.shape[-2] % self.number or x_NCHW.shape[-1] % self.number:
+            raise ArgumentError(f"height and width must be multiples of {self.number}, got {tuple(x_NCHW.shape[-2:])}.")
+        return x_NCHW
+
+
+@final
 class SegmentationNet9(nn.Module):
     """An encoder like ResNet-9's, a decoder with two long skips, and one map a class at the input's size.
 
@@ -43,6 +58,7 @@ class SegmentationNet9(nn.Module):
         # Channels after the joins: UNet keeps both halves, LinkNet adds them.
         deep, shallow = (512, 256) if join == "concat" else (256, 128)
         self.join = join
+        self.checked = SizeIsMultipleOf(16)
         self.down1 = nn.Sequential(unit(in_channels, 64), unit(64, 128, pool=True))
         self.res1 = residual(128)
         self.down2 = nn.Sequential(unit(128, 256, pool=True), unit(256, 256, pool=True))
@@ -60,9 +76,7 @@ class SegmentationNet9(nn.Module):
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """(N, C, H, W) → (N, classes, H, W)."""
-        if x_NCHW.shape[-2] % 16 or x_NCHW.shape[-1] % 16:
-            raise ArgumentError(f"height and width must be multiples of 16, got {tuple(x_NCHW.shape[-2:])}.")
-        skip1 = self.down1(x_NCHW)
+        skip1 = self.down1(self.checked(x_NCHW))
         skip2 = self.down2(self.res1(skip1))
         x = self.bottom(self.res2(skip2))
         x = self.res3(self.join_norm2(self._joined(x, skip2)))

@@ -80,13 +80,16 @@ class SmoothNet:
         """The stage and the channels that leave it: its input's too if connections are dense."""
         norm = Norm(self.norm, self.groups)
         blocks: list[nn.Module] = []
+        joins: list[Connections] = []
         norms: list[nn.Module] = []
         for _ in range(int(self.depth)):
             blocks.append(self._block(channels, width))
             # A block that changes the channels is not added to its input.
-            norms.append(norm.make(width) if self.scale_norm and channels == width else nn.Identity())
+            adds = self.connections == "residual" and channels == width
+            joins.append("none" if self.connections == "residual" and not adds else self.connections)
+            norms.append(norm.make(width) if self.scale_norm and adds else nn.Identity())
             channels = channels + width if self.connections == "dense" else width
-        return Stage(blocks, connections=self.connections, scale_norms=norms), channels
+        return Stage(blocks, joins=joins, scale_norms=norms), channels
 
     def _block(self, in_channels: int, width: int) -> nn.Sequential:
         """SmoothBlock: convolution, pool of stride 1, norm, activation."""
@@ -102,23 +105,21 @@ class SmoothNet:
 class Stage(nn.Module):
     """A chain of blocks: each one's output is concatenated to its input, added to it, or replaces it."""
 
-    def __init__(self, blocks: list[nn.Module], *, connections: Connections, scale_norms: list[nn.Module]) -> None:
+    def __init__(self, blocks: list[nn.Module], *, joins: list[Connections], scale_norms: list[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.scale_norms = nn.ModuleList(scale_norms)
-        self.connections = connections
+        self.joins = tuple(joins)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """Run the chain; height and width stay."""
         x = x_NCHW
-        for block, scale_norm in zip(self.blocks, self.scale_norms, strict=True):
+        for block, join, scale_norm in zip(self.blocks, self.joins, self.scale_norms, strict=True):
             y = block(x)
-            if self.connections == "dense":
+            if join == "dense":
                 x = torch.cat((x, y), dim=1)
-            elif self.connections == "residual" and x.shape == y.shape:
-                x = scale_norm(x + y)
             else:
-                x = y
+                x = scale_norm(x + y) if join == "residual" else y
         return x
 
 

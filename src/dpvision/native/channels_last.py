@@ -7,6 +7,8 @@ Strides are compared and set by hand, because torch's memory formats leave them 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -32,19 +34,25 @@ def empty(x: Tensor, rows: int, channels: int, height: int, width: int) -> Tenso
     return x.new_empty_strided((rows, channels, height, width), strides_of(channels, height, width))
 
 
-def require(problems: Problems, name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+def require(problems: Problems, name: str, x: Tensor, shape: Sequence[int]) -> None:
     """Note it unless ``x`` is a picture of that shape in that layout."""
-    seen = f"{tuple(x.shape)}, strides {x.stride()}, {x.dtype}, {x.device}"
-    problems.require(
-        tuple(x.shape) == shape and is_channels_last(x),
-        f"{name} must be a channels-last float32 CPU tensor of shape {shape}, got {seen}. Use `takes` first.",
-    )
+    if tuple(x.shape) != tuple(shape) or not is_channels_last(x):
+        seen = f"{tuple(x.shape)}, strides {x.stride()}, {x.dtype}, {x.device}"
+        wanted = f"a channels-last float32 CPU tensor (rows, channels, height, width) of shape {tuple(shape)}"
+        problems.require(False, f"{name} must be {wanted}, got {seen}. Use `takes` first.")
 
 
-def require_plain(problems: Problems, name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
+def require_plain(problems: Problems, name: str, x: Tensor | None, shape: Sequence[int]) -> None:
     """Note it unless ``x`` is None or a contiguous float32 CPU tensor of that shape."""
-    fits = x is None or (
-        tuple(x.shape) == shape and x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous()
-    )
-    seen = "" if x is None else f"{tuple(x.shape)}, {x.dtype}, {x.device}"
-    problems.require(fits, f"{name} must be a contiguous float32 CPU tensor of shape {shape}, got {seen}.")
+    if x is None:
+        return
+    plain = x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous()
+    if not plain or tuple(x.shape) != tuple(shape):
+        seen = f"{tuple(x.shape)}, strides {x.stride()}, {x.dtype}, {x.device}"
+        wanted = f"a contiguous float32 CPU tensor of shape {tuple(shape)}"
+        problems.require(False, f"{name} must be {wanted}, got {seen}.")
+
+
+def without_dispatch(x: Tensor) -> bool:
+    """Whether a kernel may be called directly, which saves 25 µs: nobody records gradients, a graph or shapes."""
+    return type(x) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling()

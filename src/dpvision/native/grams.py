@@ -30,7 +30,8 @@ def shifted_gram_norms_sq(x_gram_UTT: Tensor, dy_gram_UTT: Tensor, height: int, 
 
     Guarantee: not below the true value by more than a relative 1e-6; not finite if a matrix is not. float64.
     """
-    return _shifted_gram_norms_sq(x_gram_UTT, dy_gram_UTT, height, width)
+    run = _norms_sq if channels_last.without_dispatch(x_gram_UTT) else _norms_sq_operator
+    return run(x_gram_UTT, dy_gram_UTT, height, width)
 
 
 @functools.cache
@@ -44,13 +45,7 @@ def _kernel() -> Callable[..., None]:
     return function
 
 
-@torch.library.custom_op(
-    "dpvision::shifted_gram_norms_sq",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor x_gram, Tensor dy_gram, int height, int width) -> Tensor",
-)
-def _shifted_gram_norms_sq(x_gram: Tensor, dy_gram: Tensor, height: int, width: int) -> Tensor:
+def _norms_sq(x_gram: Tensor, dy_gram: Tensor, height: int, width: int) -> Tensor:
     problems = Problems()
     problems.count("height", height)
     problems.count("width", width)
@@ -64,6 +59,15 @@ def _shifted_gram_norms_sq(x_gram: Tensor, dy_gram: Tensor, height: int, width: 
     return norms_sq
 
 
-@_shifted_gram_norms_sq.register_fake
+_norms_sq_operator = torch.library.custom_op(
+    "dpvision::shifted_gram_norms_sq",
+    _norms_sq,
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor x_gram, Tensor dy_gram, int height, int width) -> Tensor",
+)
+
+
+@_norms_sq_operator.register_fake
 def _(x_gram: Tensor, dy_gram: Tensor, height: int, width: int) -> Tensor:  # noqa: ARG001
     return x_gram.new_empty((x_gram.shape[0],), dtype=torch.float64)

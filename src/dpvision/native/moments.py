@@ -34,12 +34,14 @@ def convolution_moments(dy_NOHW: Tensor, y_NOHW: Tensor, box_NHW: Tensor) -> Ten
     the weight gradient: the bias gradient, the inner product with the filter, the sum of the entries, and the scale of
     the second one's rounding.
     """
-    return _convolution_moments(dy_NOHW, y_NOHW, box_NHW)
+    run = _convolution_moments if channels_last.without_dispatch(dy_NOHW) else _convolution_moments_operator
+    return run(dy_NOHW, y_NOHW, box_NHW)
 
 
 def channel_sums(dy_NCHW: Tensor) -> Tensor:
     """Σ dy over the positions: a row's gradient of a bias, sums_NC in float32."""
-    return _channel_sums(dy_NCHW)
+    run = _channel_sums if channels_last.without_dispatch(dy_NCHW) else _channel_sums_operator
+    return run(dy_NCHW)
 
 
 @functools.cache
@@ -59,16 +61,10 @@ def _run(name: str, *tensors: Tensor) -> None:
     _kernel(name, len(tensors))(rows, channels, height * width, *pointers, torch.get_num_threads())
 
 
-@torch.library.custom_op(
-    "dpvision::convolution_moments",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor dy, Tensor y, Tensor box) -> Tensor",
-)
 def _convolution_moments(dy: Tensor, y: Tensor, box: Tensor) -> Tensor:
     problems = Problems()
-    channels_last.require(problems, "dy", dy, tuple(dy.shape))
-    channels_last.require(problems, "y", y, tuple(dy.shape))
+    channels_last.require(problems, "dy", dy, dy.shape)
+    channels_last.require(problems, "y", y, dy.shape)
     channels_last.require_plain(problems, "box", box, (*dy.shape[:1], *dy.shape[2:]))
     problems.raise_if_any()
     sums = dy.new_empty((dy.shape[0], MOMENTS, dy.shape[1]), dtype=torch.float64)
@@ -76,21 +72,32 @@ def _convolution_moments(dy: Tensor, y: Tensor, box: Tensor) -> Tensor:
     return sums
 
 
-@_convolution_moments.register_fake
-def _(dy: Tensor, y: Tensor, box: Tensor) -> Tensor:  # noqa: ARG001
-    return dy.new_empty((dy.shape[0], MOMENTS, dy.shape[1]), dtype=torch.float64)
-
-
-@torch.library.custom_op("dpvision::channel_sums", mutates_args=(), device_types="cpu", schema="(Tensor dy) -> Tensor")
 def _channel_sums(dy: Tensor) -> Tensor:
     problems = Problems()
-    channels_last.require(problems, "dy", dy, tuple(dy.shape))
+    channels_last.require(problems, "dy", dy, dy.shape)
     problems.raise_if_any()
     sums = dy.new_empty(dy.shape[:2])
     _run("dpvision_channel_sums", dy, sums)
     return sums
 
 
-@_channel_sums.register_fake
+_convolution_moments_operator = torch.library.custom_op(
+    "dpvision::convolution_moments",
+    _convolution_moments,
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor dy, Tensor y, Tensor box) -> Tensor",
+)
+_channel_sums_operator = torch.library.custom_op(
+    "dpvision::channel_sums", _channel_sums, mutates_args=(), device_types="cpu", schema="(Tensor dy) -> Tensor"
+)
+
+
+@_convolution_moments_operator.register_fake
+def _(dy: Tensor, y: Tensor, box: Tensor) -> Tensor:  # noqa: ARG001
+    return dy.new_empty((dy.shape[0], MOMENTS, dy.shape[1]), dtype=torch.float64)
+
+
+@_channel_sums_operator.register_fake
 def _(dy: Tensor) -> Tensor:
     return dy.new_empty(dy.shape[:2])

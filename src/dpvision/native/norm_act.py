@@ -66,7 +66,8 @@ def forward(
     An odd last row or column counts in the statistics, but is in no pooling window. No gamma means 1, no beta 0.
     """
     settings = _Settings(groups, _number_of(activation), norm_first, pool)
-    return _forward(x_NCHW, gamma_C, beta_C, residual, eps, settings)
+    run = _forward if channels_last.without_dispatch(x_NCHW) else _forward_operator
+    return run(x_NCHW, gamma_C, beta_C, residual, eps, settings)
 
 
 def backward(
@@ -84,7 +85,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, and every row's own gradients dgamma_NC and dbeta_NC. The residual's gradient is ``dy`` itself."""
     settings = _Settings(groups, _number_of(activation), norm_first, pool)
-    return _backward(dy, x_NCHW, gamma_C, beta_C, mean_NG, rstd_NG, settings)
+    run = _backward if channels_last.without_dispatch(x_NCHW) else _backward_operator
+    return run(dy, x_NCHW, gamma_C, beta_C, mean_NG, rstd_NG, settings)
 
 
 def _number_of(activation: str) -> int:
@@ -103,11 +105,12 @@ def _check(x: Tensor, gamma: Tensor | None, beta: Tensor | None, settings: _Sett
     problems = Problems()
     channels_last.require(problems, "x", x, tuple(x.shape))
     problems.raise_if_any()
-    problems.require(
-        _fits(x, settings.groups, settings.pool),
-        f"channels must be a multiple of groups, and height and width >= 1 (>= 2 to pool), got {tuple(x.shape)} "
-        f"in {settings.groups} groups, pool={settings.pool}. Use `takes` first.",
-    )
+    if not _fits(x, settings.groups, settings.pool):
+        problems.require(
+            False,
+            f"channels must be a multiple of groups, and height and width >= 1 (>= 2 to pool), got {tuple(x.shape)} "
+            f"in {settings.groups} groups, pool={settings.pool}. Use `takes` first.",
+        )
     channels_last.require_plain(problems, "gamma", gamma, (x.shape[1],))
     channels_last.require_plain(problems, "beta", beta, (x.shape[1],))
     return problems
@@ -147,13 +150,11 @@ def _backward_outputs(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return dx, x.new_empty((rows, channels)), x.new_empty((rows, channels))
 
 
-@torch.library.custom_op(
-    "dpvision::norm_act_forward",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor x, Tensor? gamma, Tensor? beta, Tensor? residual, float eps, int[] settings)"
-    " -> (Tensor, Tensor, Tensor)",
-)
+def _settings_of(numbers: Sequence[int]) -> _Settings:
+    groups, activation, norm_first, pool = numbers
+    return _Settings(groups, activation, bool(norm_first), bool(pool))
+
+
 def _forward(
     x: Tensor,
     gamma: Tensor | None,
@@ -172,25 +173,6 @@ def _forward(
     return outputs
 
 
-@_forward.register_fake
-def _(
-    x: Tensor,
-    gamma: Tensor | None,  # noqa: ARG001
-    beta: Tensor | None,  # noqa: ARG001
-    residual: Tensor | None,  # noqa: ARG001
-    eps: float,  # noqa: ARG001
-    settings: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward_outputs(x, _settings_of(settings))
-
-
-@torch.library.custom_op(
-    "dpvision::norm_act_backward",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor dy, Tensor x, Tensor? gamma, Tensor? beta, Tensor mean, Tensor rstd, int[] settings)"
-    " -> (Tensor, Tensor, Tensor)",
-)
 def _backward(
     dy: Tensor,
     x: Tensor,
@@ -211,7 +193,37 @@ def _backward(
     return outputs
 
 
-@_backward.register_fake
+_forward_operator = torch.library.custom_op(
+    "dpvision::norm_act_forward",
+    _forward,
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor x, Tensor? gamma, Tensor? beta, Tensor? residual, float eps, int[] settings)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+_backward_operator = torch.library.custom_op(
+    "dpvision::norm_act_backward",
+    _backward,
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor dy, Tensor x, Tensor? gamma, Tensor? beta, Tensor mean, Tensor rstd, int[] settings)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+
+
+@_forward_operator.register_fake
+def _(
+    x: Tensor,
+    gamma: Tensor | None,  # noqa: ARG001
+    beta: Tensor | None,  # noqa: ARG001
+    residual: Tensor | None,  # noqa: ARG001
+    eps: float,  # noqa: ARG001
+    settings: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward_outputs(x, _settings_of(settings))
+
+
+@_backward_operator.register_fake
 def _(
     dy: Tensor,  # noqa: ARG001
     x: Tensor,
@@ -222,8 +234,3 @@ def _(
     settings: Sequence[int],  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _backward_outputs(x)
-
-
-def _settings_of(numbers: Sequence[int]) -> _Settings:
-    groups, activation, norm_first, pool = numbers
-    return _Settings(groups, activation, bool(norm_first), bool(pool))

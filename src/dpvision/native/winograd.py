@@ -44,13 +44,24 @@ def convolve(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) -> Tens
     return _convolve(x_NCHW, transformed, bias_O)
 
 
-def unit_gradients(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, units: int) -> tuple[Tensor, Tensor]:
+def unit_gradients(
+    x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, units: int, *, into_UKKIO: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Every unit's weight gradient (U, 3, 3, I, O), and float64 moments of it per output channel (U, M, O).
 
     A unit owns N / units consecutive rows, whose gradients are added. The first moment is the sum of squares. With
-    ``z_KKIO`` there are two more: the sum of the entries, and their inner product with z.
+    ``z_KKIO`` there are two more: the sum of the entries, and their inner product with z. ``into_UKKIO`` is memory for
+    the gradients, which are large: fresh memory can cost more than computing them.
     """
-    return _unit_gradients(x_NCHW, dy_NOHW, z_KKIO, units)
+    in_channels, out_channels = x_NCHW.shape[1], dy_NOHW.shape[1]
+    gradient_UKKIO = into_UKKIO
+    if gradient_UKKIO is None:
+        gradient_UKKIO = x_NCHW.new_empty(units, 3, 3, in_channels, out_channels)
+    if tuple(gradient_UKKIO.shape) != (units, 3, 3, in_channels, out_channels):
+        raise ArgumentError(
+            f"into_UKKIO must have shape {(units, 3, 3, in_channels, out_channels)}, got {tuple(gradient_UKKIO.shape)}."
+        )
+    return gradient_UKKIO, _unit_gradients(x_NCHW, dy_NOHW, z_KKIO, gradient_UKKIO)
 
 
 def summed_gradient(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> Tensor:
@@ -100,30 +111,27 @@ def _convolve(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) -> Ten
     return y_NOHW
 
 
-@torch.library.custom_op("dpvision::winograd_unit_gradients", mutates_args=())
-def _unit_gradients(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, units: int) -> tuple[Tensor, Tensor]:
-    _check(x_NCHW=x_NCHW, dy_NOHW=dy_NOHW, **({} if z_KKIO is None else {"z_KKIO": z_KKIO}))
+@torch.library.custom_op("dpvision::winograd_unit_gradients", mutates_args=("gradient_UKKIO",))
+def _unit_gradients(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, gradient_UKKIO: Tensor) -> Tensor:
+    _check(x_NCHW=x_NCHW, dy_NOHW=dy_NOHW, into_UKKIO=gradient_UKKIO)
     _check_pair(x_NCHW, dy_NOHW)
-    rows, expected = x_NCHW.shape[0], (3, 3, x_NCHW.shape[1], dy_NOHW.shape[1])
+    rows, units = x_NCHW.shape[0], gradient_UKKIO.shape[0]
     problems = Problems()
     problems.require(
-        units >= 0 and (rows % units == 0 if units else rows == 0),
+        rows % units == 0 if units else rows == 0,
         f"units must divide the number of rows, got {units} units for {rows} rows.",
     )
-    problems.require(
-        z_KKIO is None or (tuple(z_KKIO.shape) == expected and z_KKIO.is_contiguous()),
-        f"z_KKIO must be None or contiguous of shape {expected}, got "
-        f"{None if z_KKIO is None else (tuple(z_KKIO.shape), z_KKIO.stride())}.",
-    )
+    problems.require(gradient_UKKIO.is_contiguous(), "into_UKKIO must be contiguous.")
     problems.raise_if_any()
-    gradient_UKKIO, moments_UMO = _empty_gradients(x_NCHW, dy_NOHW, z_KKIO, units)
+    _check_like_weights(z_KKIO, (3, 3, x_NCHW.shape[1], dy_NOHW.shape[1]))
+    moments_UMO = _empty_moments(dy_NOHW, z_KKIO, units)
     if units:
         shape, z = _shape(x_NCHW, dy_NOHW.shape[1]), None if z_KKIO is None else _at(z_KKIO)
+        outputs = (_at(gradient_UKKIO), _at(moments_UMO))
         _library().dpvision_winograd_units(
-            _at(x_NCHW), _at(dy_NOHW), z, units, _at(gradient_UKKIO), _at(moments_UMO), ctypes.byref(shape),
-            torch.get_num_threads(),
-        )  # fmt: skip
-    return gradient_UKKIO, moments_UMO
+            _at(x_NCHW), _at(dy_NOHW), z, units, *outputs, ctypes.byref(shape), torch.get_num_threads()
+        )
+    return moments_UMO
 
 
 @torch.library.custom_op("dpvision::winograd_summed_gradient", mutates_args=())
@@ -151,8 +159,8 @@ def _(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) -> Tensor:  # 
 
 
 @_unit_gradients.register_fake
-def _(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, units: int) -> tuple[Tensor, Tensor]:
-    return _empty_gradients(x_NCHW, dy_NOHW, z_KKIO, units)
+def _(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, gradient_UKKIO: Tensor) -> Tensor:  # noqa: ARG001
+    return _empty_moments(dy_NOHW, z_KKIO, gradient_UKKIO.shape[0])
 
 
 @_summed_gradient.register_fake
@@ -172,13 +180,8 @@ def _empty_pictures(x_NCHW: Tensor, channels: int) -> Tensor:
     return x_NCHW.new_empty_strided((rows, channels, height, width), strides)
 
 
-def _empty_gradients(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, units: int) -> tuple[Tensor, Tensor]:
-    in_channels, out_channels = x_NCHW.shape[1], dy_NOHW.shape[1]
-    moments = 1 if z_KKIO is None else 3
-    return (
-        x_NCHW.new_empty(units, 3, 3, in_channels, out_channels),
-        x_NCHW.new_empty(units, moments, out_channels, dtype=torch.float64),
-    )
+def _empty_moments(dy_NOHW: Tensor, z_KKIO: Tensor | None, units: int) -> Tensor:
+    return dy_NOHW.new_empty(units, 1 if z_KKIO is None else 3, dy_NOHW.shape[1], dtype=torch.float64)
 
 
 def _shape(x_NCHW: Tensor, out_channels: int) -> _Shape:
@@ -237,6 +240,16 @@ def _check_pictures(**pictures: Tensor) -> None:
             f"{tuple(picture.shape)} with strides {picture.stride()}.",
         )
     problems.raise_if_any()
+
+
+def _check_like_weights(z_KKIO: Tensor | None, expected: tuple[int, ...]) -> None:
+    if z_KKIO is None:
+        return
+    _check(z_KKIO=z_KKIO)
+    if tuple(z_KKIO.shape) != expected or not z_KKIO.is_contiguous():
+        raise ArgumentError(
+            f"z_KKIO must be contiguous of shape {expected}, got {tuple(z_KKIO.shape)} with strides {z_KKIO.stride()}."
+        )
 
 
 def _check_pair(x_NCHW: Tensor, dy_NOHW: Tensor) -> None:

@@ -34,6 +34,7 @@ class _Convolve(Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, x_NIHW: Tensor, weight: Tensor, bias_O: Tensor | None, layer: Winograd
     ) -> Tensor:
+        del weight
         ctx.layer = layer
         return winograd.convolve(x_NIHW, layer.filters(backward=False), None if bias_O is None else bias_O.detach())
 

@@ -1,4 +1,4 @@
-"""A model's forward pass written down as a graph, where that is certain to mean the same; else the model runs as it is."""
+"""A model's forward pass written down as a graph, where that is certain to mean the same."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def traced(model: nn.Module) -> fx.GraphModule | None:
 class _Tracer(fx.Tracer):
     """Goes into containers only: whatever owns parameters, has no children or comes with PyTorch stays whole."""
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002 (fx names them)
         container = type(m) in (nn.Sequential, nn.ModuleList, nn.ModuleDict) or not type(m).__module__.startswith(
             "torch."
         )
@@ -80,5 +80,5 @@ def _has_hooks(model: nn.Module) -> bool:
 
 def _outside_state() -> tuple[Any, ...]:
     """The generators that a forward pass might have drawn from while it was written down."""
-    _, words, position, *_ = np.random.get_state()
-    return random.getstate(), words.tobytes(), position, torch.get_rng_state().numpy().tobytes()
+    numbers: Any = np.random.get_state()
+    return random.getstate(), numbers[1].tobytes(), numbers[2], torch.get_rng_state().numpy().tobytes()

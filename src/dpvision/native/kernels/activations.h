@@ -71,9 +71,8 @@ struct Exponential {
     static constexpr float ABOVE = Constants::SCALE, BELOW = float(Constants::SCALE * Constants::ALPHA);
     static v8 value(v8 x) { return x > 0 ? x * ABOVE : BELOW * expm1(at_most(x, 0)); }
     static ValueSlope both(v8 x) {
-        Reduced e = reduce(at_least(at_most(x, 0), -87.0f));
-        v8 scale = BELOW * power_of_two(e.power);
-        v8 rest = scale * e.tail;
+        const Reduced e = reduce(at_most(x, 0));
+        const v8 scale = BELOW * e.scale, rest = scale * e.tail;
         return {x > 0 ? x * ABOVE : rest + (scale - BELOW), x > 0 ? all(ABOVE) : rest + scale};
     }
 };

@@ -33,7 +33,7 @@ static inline int64_t padded(int64_t channels) { return (channels + LANES - 1) /
 // Positions that are added up in float32 before the sum goes on in double: few enough for the sum to be exact to
 // about 1e-7 and for a run to stay in the first cache, many enough for the conversion to cost nothing.
 static inline int64_t run_length(int64_t channels) {
-    constexpr int64_t FLOATS = 4096, LEAST = 16, MOST = 128;
+    constexpr int64_t FLOATS = 8192, LEAST = 32, MOST = 128;
     int64_t length = FLOATS / channels;
     return length < LEAST ? LEAST : length > MOST ? MOST : length;
 }

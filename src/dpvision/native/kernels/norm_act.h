@@ -55,22 +55,27 @@ struct Window {
 struct Winner {
     v8 value;
     i8x32 index;
-    explicit Winner(const v8 candidates[4]) : value(candidates[0]), index{} {
-        for (int k = 1; k < 4; k++) {
-            i8x32 wins = (candidates[k] > value) | (candidates[k] != candidates[k]);
-            value = wins ? candidates[k] : value;
-            index = wins ? i8x32{} + k : index;
-        }
+    Winner(v8 first, v8 second, v8 third, v8 fourth) : value(first), index{} {
+        challenge(second, 1);
+        challenge(third, 2);
+        challenge(fourth, 3);
+    }
+    void challenge(v8 x, int k) {
+        const i8x32 wins = (x > value) | (x != x);
+        value = wins ? x : value;
+        index = wins ? i8x32{} + k : index;
     }
     v8 share(v8 gradient, int k) const { return index == k ? gradient : all(0); }
 };
 
-// Calls `visit(window row, first window, windows)`: windows of one row of windows, few enough to stay in cache.
+// Calls `visit(where the first window begins, where its output is, windows)`, for windows side by side in one row.
 template <class Visit>
 static inline void for_window_runs(const NormTask& task, Visit&& visit) {
-    const int64_t length = run_length(task.channels) / 4;
+    const int64_t C = task.channels, W = task.width, length = run_length(C) / 4;
     for (int64_t i = 0; i < task.height / 2; i++)
-        for_runs(task.width / 2, length, [&](int64_t j, int64_t count) { visit(i, j, count); });
+        for_runs(W / 2, length, [&](int64_t j, int64_t run) {
+            visit((2 * i * W + 2 * j) * C, (i * (W / 2) + j) * C, run);
+        });
 }
 
 // Calls `visit(first position, positions)` for what an odd height or width leaves outside all windows.

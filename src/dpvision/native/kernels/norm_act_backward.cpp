@@ -116,10 +116,17 @@ struct Backward {
     // The same where each gradient goes to the winner of a window.
     void gather_windows(Sums sums) const {
         const int64_t C = task.channels;
-        for_window_runs(task, [&](int64_t i, int64_t j, int64_t run) {
+        for_window_runs(task, [&](int64_t at, int64_t pooled, int64_t run) {
             for_channel_blocks(C, [&](auto block, int64_t c) {
-                for (int v = 0; v < decltype(block)::VECTORS; v++)
-                    gather_window_run(block, v, c, i, j, run, sums);
+                constexpr int V = decltype(block)::VECTORS;
+                v8 dgamma[V] = {}, dbeta[V] = {};
+                for (int64_t k = 0; k < run; k++)
+                    for (int v = 0; v < V; v++)
+                        gather_window(block, v, c, at + 2 * k * C + c, pooled + k * C + c, dgamma[v], dbeta[v]);
+                for (int v = 0; v < V; v++) {
+                    add_to(sums.dgamma + c + v * LANES, dgamma[v]);
+                    add_to(sums.dbeta + c + v * LANES, dbeta[v]);
+                }
             });
         });
         if (KEEP == Keep::GRADIENT)
@@ -129,27 +136,19 @@ struct Backward {
     }
 
     template <class Block>
-    void gather_window_run(Block block, int v, int64_t c, int64_t i, int64_t j, int64_t run, Sums sums) const {
-        const int64_t C = task.channels;
-        const Window window(task.width, C);
+    void gather_window(Block block, int v, int64_t c, int64_t at, int64_t pooled, v8& dgamma, v8& dbeta) const {
+        const Window window(task.width, task.channels);
         const ChannelVector channel = table.at(c + v * LANES);
-        int64_t at = (2 * i * task.width + 2 * j) * C + c, pooled = (i * (task.width / 2) + j) * C + c;
-        v8 dgamma = {}, dbeta = {};
-        for (int64_t k = 0; k < run; k++, at += 2 * C, pooled += C) {
-            Point p[4];
-            for (int q = 0; q < 4; q++) p[q] = point(channel, block.get(row.x + at + window.offset[q], v));
-            const v8 candidates[4] = {p[0].out, p[1].out, p[2].out, p[3].out};
-            const Winner winner(candidates);
-            const v8 dy = block.get(row.dy + pooled, v);
-            for (int q = 0; q < 4; q++) {
-                v8 g = at_norm(p[q], winner.share(dy, q));
-                keep(block, at + window.offset[q], v, p[q], g);
-                dgamma += g * p[q].normed;
-                dbeta += g;
-            }
+        Point p[4];
+        for (int q = 0; q < 4; q++) p[q] = point(channel, block.get(row.x + at + window.offset[q], v));
+        const Winner winner(p[0].out, p[1].out, p[2].out, p[3].out);
+        const v8 dy = block.get(row.dy + pooled, v);
+        for (int q = 0; q < 4; q++) {
+            const v8 g = at_norm(p[q], winner.share(dy, q));
+            keep(block, at + window.offset[q], v, p[q], g);
+            dgamma += g * p[q].normed;
+            dbeta += g;
         }
-        add_to(sums.dgamma + c + v * LANES, dgamma);
-        add_to(sums.dbeta + c + v * LANES, dbeta);
     }
 
     void finish(const Factors& factors) const {
@@ -175,31 +174,27 @@ struct Backward {
 
     void finish_windows(const Factors& factors) const {
         const int64_t C = task.channels;
-        for_window_runs(task, [&](int64_t i, int64_t j, int64_t run) {
+        for_window_runs(task, [&](int64_t at, int64_t pooled, int64_t run) {
             for_channel_blocks(C, [&](auto block, int64_t c) {
-                for (int v = 0; v < decltype(block)::VECTORS; v++)
-                    finish_window_run(block, v, c, i, j, run, factors);
+                for (int64_t k = 0; k < run; k++)
+                    for (int v = 0; v < decltype(block)::VECTORS; v++)
+                        finish_window(block, v, c, at + 2 * k * C + c, pooled + k * C + c, factors);
             });
         });
         for_leftovers(task, [&](int64_t first, int64_t count) { finish_leftovers(first, count, factors); });
     }
 
     template <class Block>
-    void finish_window_run(Block block, int v, int64_t c, int64_t i, int64_t j, int64_t run, const Factors& factors) const {
-        const int64_t C = task.channels;
-        const Window window(task.width, C);
+    void finish_window(Block block, int v, int64_t c, int64_t at, int64_t pooled, const Factors& factors) const {
+        const Window window(task.width, task.channels);
         const ChannelVector channel = table.at(c + v * LANES);
         const FactorVector f(factors, c + v * LANES);
-        int64_t at = (2 * i * task.width + 2 * j) * C + c, pooled = (i * (task.width / 2) + j) * C + c;
-        for (int64_t k = 0; k < run; k++, at += 2 * C, pooled += C) {
-            Point p[4];
-            for (int q = 0; q < 4; q++) p[q] = recall(block, at + window.offset[q], v, channel);
-            const v8 candidates[4] = {p[0].out, p[1].out, p[2].out, p[3].out};
-            const Winner winner(candidates);
-            const v8 dy = block.get(row.dy + pooled, v);
-            for (int q = 0; q < 4; q++)
-                block.put(row.dx + at + window.offset[q], v, at_input(p[q], at_norm(p[q], winner.share(dy, q)), f));
-        }
+        Point p[4];
+        for (int q = 0; q < 4; q++) p[q] = recall(block, at + window.offset[q], v, channel);
+        const Winner winner(p[0].out, p[1].out, p[2].out, p[3].out);
+        const v8 dy = block.get(row.dy + pooled, v);
+        for (int q = 0; q < 4; q++)
+            block.put(row.dx + at + window.offset[q], v, at_input(p[q], at_norm(p[q], winner.share(dy, q)), f));
     }
 
     // Positions outside all windows get no gradient from above, but move the group's mean and variance.

@@ -91,22 +91,21 @@ void normalise_and_pool(const NormTask& task, const float* x, const ChannelTable
                         float* y) {
     const int64_t C = task.channels;
     const Window window(task.width, C);
-    for_window_runs(task, [&](int64_t i, int64_t j, int64_t run) {
+    for_window_runs(task, [&](int64_t first, int64_t pooled, int64_t run) {
         for_channel_blocks(C, [&](auto block, int64_t c) {
-            for (int v = 0; v < decltype(block)::VECTORS; v++) {
-                const ChannelVector channel = table.at(c + v * LANES);
-                const float* in = x + (2 * i * task.width + 2 * j) * C + c;
-                int64_t at = (i * (task.width / 2) + j) * C + c;
-                for (int64_t k = 0; k < run; k++, in += 2 * C, at += C) {
-                    v8 candidates[4];
-                    for (int q = 0; q < 4; q++)
-                        candidates[q] = After::value(
-                            channel.affine(channel.normed(Before::value(block.get(in + window.offset[q], v)))));
-                    v8 out = Winner(candidates).value;
-                    if (residual) out += block.get(residual + at, v);
-                    block.put(y + at, v, out);
+            for (int64_t k = 0; k < run; k++)
+                for (int v = 0; v < decltype(block)::VECTORS; v++) {
+                    const ChannelVector channel = table.at(c + v * LANES);
+                    const int64_t from = first + 2 * k * C + c, to = pooled + k * C + c;
+                    v8 o[4];
+                    for (int q = 0; q < 4; q++) {
+                        const v8 normed = channel.normed(Before::value(block.get(x + from + window.offset[q], v)));
+                        o[q] = After::value(channel.affine(normed));
+                    }
+                    v8 out = Winner(o[0], o[1], o[2], o[3]).value;
+                    if (residual) out += block.get(residual + to, v);
+                    block.put(y + to, v, out);
                 }
-            }
         });
     });
 }

@@ -2,6 +2,9 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 
 typedef float v8 __attribute__((vector_size(32)));
 typedef float v8_unaligned __attribute__((vector_size(32), aligned(4)));
@@ -26,43 +29,45 @@ static inline void store_some(float* p, v8 v, int count) { std::memcpy(p, &v, si
 
 // `mask ? a : b` picks lane by lane; a comparison with NaN says no.
 static inline v8 magnitude(v8 x) { return x < 0 ? -x : x; }
+
 // At most / at least a bound; unlike smaller() and larger(), NaN stays NaN.
+#ifdef __AVX__
+static inline v8 at_most(v8 x, float bound) { return _mm256_min_ps(all(bound), x); }
+static inline v8 at_least(v8 x, float bound) { return _mm256_max_ps(all(bound), x); }
+#else
 static inline v8 at_most(v8 x, float bound) { return x > bound ? all(bound) : x; }
 static inline v8 at_least(v8 x, float bound) { return x < bound ? all(bound) : x; }
+#endif
 
-// e^x = (1 + tail) · 2^power with |tail| < 0.42: what exp and expm1 share. For |x| < 10^4.
+// e^x = scale · (1 + tail) with |tail| < 0.42: what exp and expm1 share. For x <= 88; below -87.7 the scale is zero.
 struct Reduced {
-    v8 tail;
-    i8x32 power;
+    v8 scale, tail;
 };
 
 static inline Reduced reduce(v8 x) {
-    const v8 shift = all(12582912.0f);  // 1.5 · 2^23: adding it rounds to a whole number
-    v8 n = (x * 1.44269504f + shift) - shift;
+    x = at_least(x, -88.0f);
+    // Adding 1.5 · 2^23 rounds x / ln 2 to a whole number n, which is then in the last bits of the sum.
+    const v8 shift = all(12582912.0f);
+    const v8 shifted = x * 1.44269504f + shift, n = shifted - shift;
+    const v8 scale = (v8)(((i8x32)shifted << 23) + (127 << 23));  // 2^n: n + 127 where a float has its exponent
     // ln 2 in two parts, the first short enough for n times it to be exact.
-    v8 r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    // e^r - 1 - r over r², the polynomial with the smallest largest relative error of e^r - 1 (1.4e-8).
+    const v8 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    // (e^r - 1 - r) / r², the polynomial with the smallest largest relative error of e^r - 1 (1.4e-8).
     v8 q = r * 0x1.6d995cp-10f + 0x1.122838p-7f;
     q = q * r + 0x1.555486p-5f;
     q = q * r + 0x1.5554b0p-3f;
     q = q * r + 0.5f;
-    return {q * (r * r) + r, __builtin_convertvector(n, i8x32)};
+    return {scale, q * (r * r) + r};
 }
 
-// 2^n for -126 <= n <= 127.
-static inline v8 power_of_two(i8x32 n) { return (v8)((n + 127) << 23); }
-
-// e^x over the full range: infinity above 88.7, denormal numbers and then zero below -87.3, NaN for NaN.
+// e^x for x <= 88; zero below -87.7, where a float has no full precision; NaN for NaN.
 static inline v8 exp(v8 x) {
-    Reduced e = reduce(at_least(at_most(x, 89.0f), -104.0f));
-    i8x32 half = e.power >> 1;  // in two steps, since 2^-150 and 2^128 are no floats
-    return (1 + e.tail) * power_of_two(half) * power_of_two(e.power - half);
+    const Reduced e = reduce(x);
+    return e.scale * e.tail + e.scale;
 }
 
 // e^x - 1 for x <= 88, with a small relative error also near zero.
 static inline v8 expm1(v8 x) {
-    Reduced e = reduce(at_least(x, -87.0f));
-    v8 scale = power_of_two(e.power);
-    return scale * e.tail + (scale - 1);
+    const Reduced e = reduce(x);
+    return e.scale * e.tail + (e.scale - 1);
 }

@@ -13,8 +13,9 @@
 // Each of the four maps is applied to one dimension by a function here, and to two by calling it on rows and columns.
 // A tile that sticks out at the right or bottom reads zeros there and writes into the void.
 #pragma once
+#include <cstdint>
+
 #include "scratch.h"
-#include "simd.h"
 
 constexpr int TILE = 4;                 // outputs of a tile, per side
 constexpr int PATCH = TILE + 2;         // inputs of a tile, per side
@@ -97,8 +98,8 @@ static inline void to_taps(const v16* q, int step, v16* out, int out_step) {
 
 // The addresses of a square of pixels of one picture; those outside the picture are `outside`.
 template <int SIDE, class Float>
-static inline void locate(Float* picture, const Shape& shape, int64_t channels, int64_t top, int64_t left, Float* outside,
-                          Float** at) {
+static inline void locate(Float* picture, const Shape& shape, int64_t channels, int64_t top, int64_t left,
+                          Float* outside, Float** at) {
     for (int i = 0; i < SIDE; i++)
         for (int j = 0; j < SIDE; j++) {
             const int64_t y = top + i, x = left + j;
@@ -120,11 +121,20 @@ static inline void locate_outputs(Float* picture, const Shape& shape, int64_t ti
     locate<TILE>(picture, shape, shape.out_channels, top, left, outside, at);
 }
 
-// BᵀxB for one panel of a tile: point e goes to `out + e * stride`.
-static inline void pack_inputs(const float* const* at, int64_t channel, float* out, int64_t stride) {
+// Where the inputs of a tile lie.
+struct Inputs {
+    const float* at[POINTS];
+};
+
+// BᵀxB for one panel of a tile: point e goes to `out + e * stride`. Meanwhile the tile after it is called into the
+// cache: its pixels lie in six places, which the processor does not foresee by itself.
+static inline void pack_inputs(const Inputs& tile, const Inputs& next, int64_t channel, float* out, int64_t stride) {
     v16 x[PATCH], half[POINTS], column[PATCH];
     for (int i = 0; i < PATCH; i++) {
-        for (int j = 0; j < PATCH; j++) x[j] = panel_at(at[i * PATCH + j] + channel);
+        for (int j = 0; j < PATCH; j++) {
+            x[j] = panel_at(tile.at[i * PATCH + j] + channel);
+            __builtin_prefetch(next.at[i * PATCH + j] + channel);
+        }
         to_points(x, 1, half + i * PATCH, 1);
     }
     for (int j = 0; j < PATCH; j++) {

@@ -1,10 +1,8 @@
 // The convolution itself, and with turned and swapped filters its input gradient.
 #include <algorithm>
+#include <vector>
 
 #include "winograd.h"
-#ifndef TBX
-#define TBX 32
-#endif
 
 namespace {
 
@@ -21,8 +19,11 @@ struct Packed {
     float* values;
     int64_t channels, groups;
 
-    float* group(int64_t point, int64_t index) const { return values + point * point_stride() + index * channels * GROUP; }
+    float* group(int64_t point, int64_t index) const {
+        return values + point * point_stride() + index * channels * GROUP;
+    }
     int64_t point_stride() const { return groups * channels * GROUP + GAP; }
+    static size_t size(int64_t channels, int64_t groups) { return POINTS * (groups * channels * GROUP + GAP); }
 };
 
 // Products of a block of tiles: (points, panels of output channels, tiles, 16 channels).
@@ -34,17 +35,22 @@ struct Products {
         return values + point * point_stride() + (panel * tiles + tile) * PANEL;
     }
     int64_t point_stride() const { return panels * tiles * PANEL + GAP; }
+    static size_t size(int64_t panels, int64_t tiles) { return POINTS * (panels * tiles * PANEL + GAP); }
 };
 
-// COUNT tiles of a group times one panel of filters (channels, 16).
+// COUNT tiles of a group times one panel of filters (channels, 16). All loops over sums are unrolled, for only then
+// does the compiler keep the sums in registers from beginning to end.
 template <int COUNT> void multiply(const float* group, const float* filters, int64_t channels, float* out) {
-    v16 sum[COUNT] = {};
+    v16 sum[COUNT];
+#pragma GCC unroll 16
+    for (int r = 0; r < COUNT; r++) sum[r] = v16{};
     for (int64_t c = 0; c < channels; c += PANEL, group += GROUP * PANEL)
         for (int lane = 0; lane < PANEL; lane++, filters += PANEL) {
             const v16 column = panel_at(filters);
 #pragma GCC unroll 16
             for (int r = 0; r < COUNT; r++) sum[r] = group[r * PANEL + lane] * column + sum[r];
         }
+#pragma GCC unroll 16
     for (int r = 0; r < COUNT; r++) panel_at(out + r * PANEL) = sum[r];
 }
 
@@ -57,12 +63,18 @@ void multiply_some(int64_t count, const float* group, const float* filters, int6
     }
 }
 
-void pack_tile(const float* x, const Shape& shape, int64_t tile, const Packed& packed, int64_t slot) {
-    const float* at[POINTS];
-    const float* picture = x + tile / shape.tiles() * shape.positions() * shape.in_channels;
-    locate_inputs(picture, shape, tile % shape.tiles(), zeros(shape.in_channels), at);
-    float* out = packed.group(0, slot / GROUP) + slot % GROUP * PANEL;
-    for (int64_t c = 0; c < packed.channels; c += PANEL) pack_inputs(at, c, out + c * GROUP, packed.point_stride());
+void pack_block(const float* x, const Shape& shape, int64_t first, int64_t tiles, const Packed& packed) {
+    static thread_local std::vector<Inputs> inputs;
+    inputs.resize(tiles);
+    for (int64_t t = 0; t < tiles; t++) {
+        const float* picture = x + (first + t) / shape.tiles() * shape.positions() * shape.in_channels;
+        locate_inputs(picture, shape, (first + t) % shape.tiles(), zeros(shape.in_channels), inputs[t].at);
+    }
+    for (int64_t t = 0; t < tiles; t++) {
+        float* out = packed.group(0, t / GROUP) + t % GROUP * PANEL;
+        for (int64_t c = 0; c < packed.channels; c += PANEL)
+            pack_inputs(inputs[t], inputs[std::min(t + 1, tiles - 1)], c, out + c * GROUP, packed.point_stride());
+    }
 }
 
 void multiply_block(const Packed& packed, const float* filters, const Products& products, int64_t tiles) {
@@ -89,7 +101,8 @@ void write_outputs(const float* products, int64_t stride, const float* bias, flo
     }
 }
 
-void unpack_tile(const Products& products, int64_t slot, const float* bias, float* y, const Shape& shape, int64_t tile) {
+void unpack_tile(const Products& products, int64_t slot, const float* bias, float* y, const Shape& shape,
+                 int64_t tile) {
     static thread_local Scratch void_memory;
     float* at[TILE * TILE];
     float* picture = y + tile / shape.tiles() * shape.positions() * shape.out_channels;
@@ -99,11 +112,26 @@ void unpack_tile(const Products& products, int64_t slot, const float* bias, floa
                       panel * PANEL);
 }
 
-// As many tiles as make good use of the filters that are read for them, yet leave the operands in the cache.
+// GwGᵀ for one input channel and a panel of output channels: point e goes to `out + e * stride`.
+void transform_filter(const float* taps, float* out, int64_t stride) {
+    v16 w[3], half[PATCH * 3], row[PATCH];
+    for (int j = 0; j < 3; j++) {
+        for (int i = 0; i < 3; i++) w[i] = panel_at(taps + (i * 3 + j) * PANEL);
+        filter_to_points(w, 1, half + j, 3);
+    }
+    for (int i = 0; i < PATCH; i++) {
+        filter_to_points(half + i * 3, 1, row, 1);
+        for (int j = 0; j < PATCH; j++) panel_at(out + (i * PATCH + j) * stride) = row[j];
+    }
+}
+
+// Tiles that are transformed, multiplied and transformed back before the next ones: few, so that their operands and the
+// filters stay in the cache; more where the filters are too large for it and must be read anew each time.
 int64_t block_size(const Shape& shape, int64_t threads) {
-    const int64_t all_tiles = shape.rows * shape.tiles();
-    const int64_t share = (all_tiles + threads - 1) / threads;
-    return std::max<int64_t>(1, std::min<int64_t>(share, TBX));
+    constexpr int64_t FEW = (16 + GROUP - 1) / GROUP * GROUP, LARGE = 48 * 1024;
+    const int64_t wanted = shape.in_channels * shape.out_channels > LARGE ? 2 * FEW : FEW;
+    const int64_t share = (shape.rows * shape.tiles() + threads - 1) / threads;
+    return std::max<int64_t>(1, std::min(share, wanted));
 }
 
 }  // namespace
@@ -113,20 +141,16 @@ extern "C" void dpvision_winograd_filters(const float* weight, int64_t out_chann
                                           float* out, int threads) {
     const int64_t columns = backward ? in_channels : out_channels, channels = backward ? out_channels : in_channels;
     const int64_t column_stride = 9 * (backward ? 1 : in_channels), channel_stride = 9 * (backward ? in_channels : 1);
-    const int64_t panels = columns / PANEL;
+    const int64_t panels = columns / PANEL, point_stride = panels * channels * PANEL;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t c = 0; c < channels; c++) {
-            const float* taps = weight + panel * PANEL * column_stride + c * channel_stride;
-            v16 w[9], half[PATCH * 3], row[PATCH];
-            for (int tap = 0; tap < 9; tap++)
-                for (int lane = 0; lane < PANEL; lane++) w[tap][lane] = taps[lane * column_stride + (backward ? 8 - tap : tap)];
-            for (int j = 0; j < 3; j++) filter_to_points(w + j, 3, half + j, 3);
-            for (int i = 0; i < PATCH; i++) {
-                filter_to_points(half + i * 3, 1, row, 1);
-                for (int j = 0; j < PATCH; j++)
-                    panel_at(out + (((i * PATCH + j) * panels + panel) * channels + c) * PANEL) = row[j];
-            }
+            const float* filters = weight + panel * PANEL * column_stride + c * channel_stride;
+            float taps[9 * PANEL];
+            for (int lane = 0; lane < PANEL; lane++)
+                for (int tap = 0; tap < 9; tap++)
+                    taps[(backward ? 8 - tap : tap) * PANEL + lane] = filters[lane * column_stride + tap];
+            transform_filter(taps, out + (panel * channels + c) * PANEL, point_stride);
         }
 }
 
@@ -140,10 +164,10 @@ extern "C" void dpvision_winograd_convolve(const float* x, const float* filters,
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
         static thread_local Scratch packed_memory, product_memory;
-        const Packed packed{packed_memory.floats(POINTS * (groups * GROUP * shape.in_channels + GAP)), shape.in_channels, groups};
-        const Products products{product_memory.floats(POINTS * (size * shape.out_channels + GAP)), panels, size};
+        const Packed packed{packed_memory.floats(Packed::size(shape.in_channels, groups)), shape.in_channels, groups};
+        const Products products{product_memory.floats(Products::size(panels, size)), panels, size};
         const int64_t first = block * size, count = std::min(size, all_tiles - first);
-        for (int64_t t = 0; t < count; t++) pack_tile(x, shape, first + t, packed, t);
+        pack_block(x, shape, first, count, packed);
         multiply_block(packed, filters, products, count);
         for (int64_t t = 0; t < count; t++) unpack_tile(products, t, bias, y, shape, first + t);
     }

@@ -4,14 +4,12 @@
 
 #include "winograd.h"
 
-#ifndef CHUNKX
-#define CHUNKX 64
-#endif
 namespace {
 
-constexpr int64_t CHUNK = CHUNKX;                        // tiles that are transformed, then multiplied, at a time
-constexpr int POINT_SIZE = PANEL * PANEL + GAP;
-constexpr int BLOCK_SIZE = POINTS * POINT_SIZE;      // products of a pair of panels: (points, 16 in, 16 out)
+constexpr int64_t CHUNK = 64;                        // tiles that are transformed, then multiplied, at a time
+constexpr int POINT_SIZE = PANEL * PANEL + GAP;      // products of a pair of panels at a point: (16 in, 16 out)
+constexpr int COLUMN_SIZE = PATCH * POINT_SIZE;      // at a column of points
+constexpr int BLOCK_SIZE = PATCH * COLUMN_SIZE;      // at all points
 
 // Input channels that are multiplied at once: as many as have sums in the 32 wide or 16 narrow registers there are.
 #if defined(__AVX512F__)
@@ -46,18 +44,23 @@ struct Panels {
     static size_t size(int64_t tiles, int64_t channels) { return POINTS * (tiles * PANEL + GAP) * (channels / PANEL); }
 };
 
-struct Inputs {
-    const float* at[POINTS];
+// A tile: where its pixels lie in x and dy, and what its gradient is multiplied by.
+struct Tile {
+    Inputs inputs;
+    const float* outputs[TILE * TILE];
+    float factor;
 };
 
-// Some tiles on their way: where their inputs lie, and their transformed output gradients. If there are more to come,
-// the products of all panels are kept.
+// Some tiles on their way, with their transformed output gradients. If there are more to come, the products of all
+// panels are kept.
 struct Chunk {
-    std::vector<Inputs>& inputs;
+    std::vector<Tile>& tile;
     Panels dy;
     float* kept;
     int64_t tiles = 0;
     bool first = true, last = false;
+
+    const Tile& after(int64_t t) const { return tile[std::min(t + 1, tiles - 1)]; }
 };
 
 // A row with factor zero takes no part: not even its NaNs and infinities.
@@ -68,11 +71,23 @@ std::vector<int64_t> rows_that_count(const Rows& rows) {
     return chosen;
 }
 
-// A dy Aᵀ for one panel of a tile.
-void pack_outputs(const float* const* at, int64_t channel, float factor, float* out, int64_t stride) {
+Tile locate_tile(const Rows& rows, int64_t row, int64_t index, const float* outside) {
+    const Shape& shape = rows.shape;
+    Tile tile;
+    locate_inputs(rows.x + row * shape.positions() * shape.in_channels, shape, index, outside, tile.inputs.at);
+    locate_outputs(rows.dy + row * shape.positions() * shape.out_channels, shape, index, outside, tile.outputs);
+    tile.factor = rows.factors ? rows.factors[row] : 1.f;
+    return tile;
+}
+
+// A dy Aᵀ for one panel of a tile, while the tile after it is called into the cache.
+void pack_outputs(const Tile& tile, const Tile& next, int64_t channel, float* out, int64_t stride) {
     v16 y[TILE], half[TILE * PATCH], column[PATCH];
     for (int i = 0; i < TILE; i++) {
-        for (int j = 0; j < TILE; j++) y[j] = factor * panel_at(at[i * TILE + j] + channel);
+        for (int j = 0; j < TILE; j++) {
+            y[j] = tile.factor * panel_at(tile.outputs[i * TILE + j] + channel);
+            __builtin_prefetch(next.outputs[i * TILE + j] + channel);
+        }
         gradient_to_points(y, 1, half + i * PATCH, 1);
     }
     for (int j = 0; j < PATCH; j++) {
@@ -81,34 +96,33 @@ void pack_outputs(const float* const* at, int64_t channel, float factor, float* 
     }
 }
 
-void prepare_tile(const Rows& rows, int64_t row, int64_t tile, const float* outside, const Chunk& chunk, int64_t slot) {
-    const Shape& shape = rows.shape;
-    const float* at[TILE * TILE];
-    locate_inputs(rows.x + row * shape.positions() * shape.in_channels, shape, tile, outside, chunk.inputs[slot].at);
-    locate_outputs(rows.dy + row * shape.positions() * shape.out_channels, shape, tile, outside, at);
-    for (int64_t panel = 0; panel < shape.out_channels / PANEL; panel++)
-        pack_outputs(at, panel * PANEL, rows.factors ? rows.factors[row] : 1.f, chunk.dy.at(panel, 0) + slot * PANEL,
+void pack_dy(const Chunk& chunk, int64_t t, int64_t channels) {
+    for (int64_t panel = 0; panel < channels / PANEL; panel++)
+        pack_outputs(chunk.tile[t], chunk.after(t), panel * PANEL, chunk.dy.at(panel, 0) + t * PANEL,
                      chunk.dy.point_stride());
 }
 
-// BLOCK_ROWS input channels times 16 output channels, summed over tiles and perhaps added to what is there.
+// BLOCK_ROWS input channels times 16 output channels, summed over tiles and perhaps added to what is there. All loops
+// over sums are unrolled, for only then does the compiler keep the sums in registers from beginning to end.
 static inline void multiply(const float* x, const float* dy, int64_t tiles, bool add, float* out) {
-    v16 sum[BLOCK_ROWS] = {};
+    v16 sum[BLOCK_ROWS];
+#pragma GCC unroll 16
+    for (int r = 0; r < BLOCK_ROWS; r++) sum[r] = v16{};
     for (int64_t t = 0; t < tiles; t++, x += PANEL, dy += PANEL) {
         const v16 row = panel_at(dy);
 #pragma GCC unroll 16
         for (int r = 0; r < BLOCK_ROWS; r++) sum[r] = x[r] * row + sum[r];
     }
-    if (add)
-        for (int r = 0; r < BLOCK_ROWS; r++) sum[r] += panel_at(out + r * PANEL);
-    for (int r = 0; r < BLOCK_ROWS; r++) panel_at(out + r * PANEL) = sum[r];
+#pragma GCC unroll 16
+    for (int r = 0; r < BLOCK_ROWS; r++) panel_at(out + r * PANEL) = add ? sum[r] + panel_at(out + r * PANEL) : sum[r];
 }
 
-void multiply_pair(const Panels& x, const Chunk& chunk, int64_t out_panel, float* products) {
-    for (int point = 0; point < POINTS; point++)
+// Products of a pair of panels at column j of the points.
+void multiply_column(const Panels& x, const Chunk& chunk, int64_t out_panel, int j, float* products) {
+    for (int i = 0; i < PATCH; i++)
         for (int r = 0; r < PANEL; r += BLOCK_ROWS)
-            multiply(x.at(0, point) + r, chunk.dy.at(out_panel, point), chunk.tiles, !chunk.first,
-                     products + point * POINT_SIZE + r * PANEL);
+            multiply(x.at(0, i * PATCH + j) + r, chunk.dy.at(out_panel, i * PATCH + j), chunk.tiles, !chunk.first,
+                     products + i * POINT_SIZE + r * PANEL);
 }
 
 // Sums of at most 16 · 9 terms in float32, which are then added up in float64.
@@ -116,16 +130,23 @@ struct Run {
     v16 squares = {}, entries = {}, inner = {};
 };
 
-// GᵀqG for one input channel and a panel of output channels.
-template <bool WITH_Z>
-static inline void finish_row(const float* products, float* gradient, const float* z, int64_t tap_stride, Run& run) {
-    v16 q[PATCH], half[3 * PATCH], taps[3];
-    for (int j = 0; j < PATCH; j++) {
-        for (int i = 0; i < PATCH; i++) q[i] = panel_at(products + (i * PATCH + j) * POINT_SIZE);
-        to_taps(q, 1, half + j, PATCH);
+// Gᵀq for column j of the points: half-way to the gradient, (16 in, 3, 6, 16 out) for all columns.
+void finish_column(const float* products, int j, float* half) {
+    for (int r = 0; r < PANEL; r++) {
+        v16 q[PATCH], taps[3];
+        for (int i = 0; i < PATCH; i++) q[i] = panel_at(products + i * POINT_SIZE + r * PANEL);
+        to_taps(q, 1, taps, 1);
+        for (int i = 0; i < 3; i++) panel_at(half + ((r * 3 + i) * PATCH + j) * PANEL) = taps[i];
     }
+}
+
+// (Gᵀq)G for one input channel and a panel of output channels.
+template <bool WITH_Z>
+static inline void finish_row(const float* half, float* gradient, const float* z, int64_t tap_stride, Run& run) {
     for (int i = 0; i < 3; i++) {
-        to_taps(half + i * PATCH, 1, taps, 1);
+        v16 q[PATCH], taps[3];
+        for (int j = 0; j < PATCH; j++) q[j] = panel_at(half + (i * PATCH + j) * PANEL);
+        to_taps(q, 1, taps, 1);
         for (int j = 0; j < 3; j++) {
             const int64_t offset = (i * 3 + j) * tap_stride;
             panel_at(gradient + offset) = taps[j];
@@ -144,14 +165,14 @@ void add_lanes(const v16& values, double* to) {
 
 // Writes the gradient of a pair of panels; `moments` (kinds, out channels) are those of this input panel.
 template <bool WITH_Z>
-void finish_pair(const float* products, const Result& result, const Shape& shape, int64_t in_panel, int64_t out_panel,
+void finish_pair(const float* half, const Result& result, const Shape& shape, int64_t in_panel, int64_t out_panel,
                  double* moments) {
     const int64_t tap_stride = shape.in_channels * shape.out_channels, column = out_panel * PANEL;
     Run run;
     for (int r = 0; r < PANEL; r++) {
         const int64_t offset = (in_panel * PANEL + r) * shape.out_channels + column;
-        finish_row<WITH_Z>(products + r * PANEL, result.gradient + offset, WITH_Z ? result.z + offset : nullptr, tap_stride,
-                           run);
+        finish_row<WITH_Z>(half + r * 3 * PATCH * PANEL, result.gradient + offset,
+                           WITH_Z ? result.z + offset : nullptr, tap_stride, run);
     }
     if (!moments) return;
     add_lanes(run.squares, moments + column);
@@ -161,18 +182,31 @@ void finish_pair(const float* products, const Result& result, const Shape& shape
     }
 }
 
+// One pair of panels. Column by column, so that little lies between the two halves of the way back.
+void multiply_pair(const Panels& x, const Chunk& chunk, int64_t out_panel, float* kept, float* half) {
+    static thread_local Scratch column_memory;
+    float* column = column_memory.floats(COLUMN_SIZE);
+    for (int j = 0; j < PATCH; j++) {
+        float* products = kept ? kept + j * COLUMN_SIZE : column;
+        multiply_column(x, chunk, out_panel, j, products);
+        if (chunk.last) finish_column(products, j, half);
+    }
+}
+
 // One input panel, transformed here, against all output panels.
 void multiply_panel(int64_t in_panel, const Chunk& chunk, const Result& result, const Shape& shape, double* moments) {
-    static thread_local Scratch x_memory, block_memory;
+    static thread_local Scratch x_memory, half_memory;
     const Panels x{x_memory.floats(Panels::size(chunk.dy.tiles, PANEL)), chunk.dy.tiles};
     for (int64_t t = 0; t < chunk.tiles; t++)
-        pack_inputs(chunk.inputs[t].at, in_panel * PANEL, x.at(0, 0) + t * PANEL, x.point_stride());
+        pack_inputs(chunk.tile[t].inputs, chunk.after(t).inputs, in_panel * PANEL, x.at(0, 0) + t * PANEL,
+                    x.point_stride());
+    float* half = half_memory.floats(3 * PATCH * PANEL * PANEL);
     const int64_t out_panels = shape.out_channels / PANEL;
-    float* products = chunk.kept ? chunk.kept + in_panel * out_panels * BLOCK_SIZE : block_memory.floats(BLOCK_SIZE);
-    for (int64_t out_panel = 0; out_panel < out_panels; out_panel++, products += chunk.kept ? BLOCK_SIZE : 0) {
-        multiply_pair(x, chunk, out_panel, products);
-        if (chunk.last && result.z) finish_pair<true>(products, result, shape, in_panel, out_panel, moments);
-        if (chunk.last && !result.z) finish_pair<false>(products, result, shape, in_panel, out_panel, moments);
+    for (int64_t out_panel = 0; out_panel < out_panels; out_panel++) {
+        float* kept = chunk.kept ? chunk.kept + (in_panel * out_panels + out_panel) * BLOCK_SIZE : nullptr;
+        multiply_pair(x, chunk, out_panel, kept, half);
+        if (chunk.last && result.z) finish_pair<true>(half, result, shape, in_panel, out_panel, moments);
+        if (chunk.last && !result.z) finish_pair<false>(half, result, shape, in_panel, out_panel, moments);
     }
 }
 
@@ -182,32 +216,38 @@ void add_moments(const std::vector<double>& by_panel, double* moments, int64_t c
     for (size_t i = 0; i < by_panel.size(); i++) moments[i % count] += by_panel[i];
 }
 
+void multiply_chunk(const Chunk& chunk, const Result& result, const Shape& shape, std::vector<double>& by_panel,
+                    int threads) {
+    const int64_t in_panels = shape.in_channels / PANEL, moments = static_cast<int64_t>(by_panel.size()) / in_panels;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t t = 0; t < chunk.tiles; t++) pack_dy(chunk, t, shape.out_channels);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t panel = 0; panel < in_panels; panel++)
+        multiply_panel(panel, chunk, result, shape, moments ? by_panel.data() + panel * moments : nullptr);
+}
+
 void add_gradients(const Rows& rows, const Result& result, int threads) {
     static thread_local Scratch dy_memory, kept_memory;
-    static thread_local std::vector<Inputs> inputs;
+    static thread_local std::vector<Tile> tile;
     const Shape& shape = rows.shape;
     const std::vector<int64_t> chosen = rows_that_count(rows);
     const int64_t tiles = shape.tiles(), all_tiles = tiles * static_cast<int64_t>(chosen.size());
-    const int64_t entries = shape.in_channels * shape.out_channels, in_panels = shape.in_channels / PANEL;
+    const int64_t entries = shape.in_channels * shape.out_channels, size = std::min(CHUNK, all_tiles);
     const int64_t moments = result.moments ? result.kinds() * shape.out_channels : 0;
-    std::vector<double> by_panel(in_panels * moments, 0.0);
+    std::vector<double> by_panel(shape.in_channels / PANEL * moments, 0.0);
     if (all_tiles == 0) std::fill(result.gradient, result.gradient + 9 * entries, 0.f);
 
-    const int64_t size = std::min(CHUNK, all_tiles);
     const float* outside = zeros(std::max(shape.in_channels, shape.out_channels));
-    inputs.resize(size);
-    Chunk chunk{inputs, {dy_memory.floats(Panels::size(size, shape.out_channels)), size}, nullptr};
+    tile.resize(size);
+    Chunk chunk{tile, {dy_memory.floats(Panels::size(size, shape.out_channels)), size}, nullptr};
     if (all_tiles > size) chunk.kept = kept_memory.floats(entries / (PANEL * PANEL) * BLOCK_SIZE);
     for (int64_t begin = 0; begin < all_tiles; begin += size) {
         chunk.tiles = std::min(size, all_tiles - begin);
         chunk.first = begin == 0;
         chunk.last = begin + chunk.tiles == all_tiles;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int64_t t = 0; t < chunk.tiles; t++)
-            prepare_tile(rows, chosen[(begin + t) / tiles], (begin + t) % tiles, outside, chunk, t);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-        for (int64_t panel = 0; panel < in_panels; panel++)
-            multiply_panel(panel, chunk, result, shape, moments ? by_panel.data() + panel * moments : nullptr);
+            tile[t] = locate_tile(rows, chosen[(begin + t) / tiles], (begin + t) % tiles, outside);
+        multiply_chunk(chunk, result, shape, by_panel, threads);
     }
     if (moments) add_moments(by_panel, result.moments, moments);
 }
@@ -215,8 +255,8 @@ void add_gradients(const Rows& rows, const Result& result, int threads) {
 }  // namespace
 
 // The gradients of `units` units of consecutive rows: (units, 3, 3, in, out), and their moments (units, kinds, out).
-extern "C" void dpvision_winograd_units(const float* x, const float* dy, const float* z, int64_t units, float* gradients,
-                                        double* moments, const Shape* sizes, int threads) {
+extern "C" void dpvision_winograd_units(const float* x, const float* dy, const float* z, int64_t units,
+                                        float* gradients, double* moments, const Shape* sizes, int threads) {
     Shape shape = *sizes;
     shape.rows /= units;
     const int64_t entries = 9 * shape.in_channels * shape.out_channels, places = shape.rows * shape.positions();

@@ -1,0 +1,48 @@
+// Sums of per-unit gradients with a factor each, added to a running float64 sum in one pass over the memory.
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+constexpr int64_t PIECE = 16384;  // entries whose running sums stay in the second cache; long enough for prefetching
+constexpr int TOGETHER = 8;       // units that are added while an entry is in a register
+
+// The units whose factor is not zero: whatever the others hold is not looked at.
+struct Live {
+    std::vector<const float*> parts;
+    std::vector<double> factors;
+    Live(int64_t units, int64_t entries, const float* parts_UD, const double* factor_U) {
+        for (int64_t u = 0; u < units; u++)
+            if (factor_U[u] != 0) {
+                parts.push_back(parts_UD + u * entries);
+                factors.push_back(factor_U[u]);
+            }
+    }
+};
+
+// COUNT units into the entries from `first` to `last`, unit after unit.
+template <int COUNT>
+void add(double* total, int64_t first, int64_t last, const float* const* parts, const double* factors) {
+    for (int64_t d = first; d < last; d++) {
+        double sum = total[d];
+        for (int u = 0; u < COUNT; u++) sum += factors[u] * double(parts[u][d]);
+        total[d] = sum;
+    }
+}
+
+}  // namespace
+
+extern "C" void dpvision_add_weighted(int64_t units, int64_t entries, double* total_D, const float* parts_UD,
+                                      const double* factor_U, int threads) {
+    const Live live(units, entries, parts_UD, factor_U);
+    const int64_t count = live.factors.size();
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t first = 0; first < entries; first += PIECE) {
+        const int64_t last = std::min(entries, first + PIECE);
+        int64_t u = 0;
+        for (; u + TOGETHER <= count; u += TOGETHER)
+            add<TOGETHER>(total_D, first, last, live.parts.data() + u, live.factors.data() + u);
+        for (; u < count; u++) add<1>(total_D, first, last, live.parts.data() + u, live.factors.data() + u);
+    }
+}

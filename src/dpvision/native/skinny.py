@@ -1,0 +1,78 @@
+"""Linear layers with few outputs: the weight gradient summed over rows, at the speed at which the inputs can be read."""
+
+# N rows, I in, O out
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from dpvision.checks import ArgumentError, Problems
+from dpvision.native.build import build
+
+MOST_OUTPUTS: Final = 10
+"""Measured on a CPU with AVX-512: above about as many, matrix products are as fast."""
+
+
+def takes(a_NI: Tensor, g_NO: Tensor) -> bool:
+    """Whether this kernel can be used: it exists, outputs are few, and both are contiguous float32 on the CPU."""
+    fits = _fits(a_NI, torch.float32) and _fits(g_NO, torch.float32) and a_NI.dim() == g_NO.dim() == 2
+    return build().library is not None and fits and g_NO.shape[1] <= MOST_OUTPUTS
+
+
+def outer_sum(a_NI: Tensor, g_NO: Tensor, factor_N: Tensor) -> Tensor:
+    """``Σ_n factor_n · g_n aᵀ_n`` as sum_OI in float64; ``factor_N`` is float64.
+
+    ``factor · g`` is rounded to float32, 32 rows are added up in float32, and those sums in float64.
+
+    Guarantee: a row with factor 0 is not looked at. Every column is the work of one thread: no bit depends on their
+    number.
+    """
+    return _outer_sum(a_NI, g_NO, factor_N)
+
+
+def _fits(x: Tensor, dtype: torch.dtype) -> bool:
+    return x.dtype == dtype and x.device.type == "cpu" and x.is_contiguous()
+
+
+@functools.cache
+def _kernel() -> Callable[..., None]:
+    library = build().library
+    if library is None:
+        raise ArgumentError(f"the native kernels are not there: {build().reason}. Use `takes` first.")
+    function = library["dpvision_outer_sum"]
+    function.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 4, ctypes.c_int]
+    function.restype = None
+    return function
+
+
+@torch.library.custom_op(
+    "dpvision::outer_sum",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor a, Tensor g, Tensor factor) -> Tensor",
+)
+def _outer_sum(a: Tensor, g: Tensor, factor: Tensor) -> Tensor:
+    problems = Problems()
+    problems.require(takes(a, g), f"a {tuple(a.shape)} and g {tuple(g.shape)} do not fit this kernel. Use `takes`.")
+    problems.require(
+        _fits(factor, torch.float64) and a.shape[:1] == g.shape[:1] == factor.shape,
+        f"there must be as many rows, each with a float64 factor, got {tuple(a.shape)}, {tuple(g.shape)} and "
+        f"{tuple(factor.shape)} {factor.dtype}.",
+    )
+    problems.raise_if_any()
+    (rows, columns), outputs = a.shape, g.shape[1]
+    sums = a.new_empty((outputs, columns), dtype=torch.float64)
+    tensors = (a.data_ptr(), g.data_ptr(), factor.data_ptr(), sums.data_ptr())
+    _kernel()(rows, columns, outputs, *tensors, torch.get_num_threads())
+    return sums
+
+
+@_outer_sum.register_fake
+def _(a: Tensor, g: Tensor, factor: Tensor) -> Tensor:  # noqa: ARG001
+    return a.new_empty((g.shape[1], a.shape[1]), dtype=torch.float64)
