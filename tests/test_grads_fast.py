@@ -157,6 +157,31 @@ def test_what_is_expected_to_be_fused_is_fused() -> None:
     assert sum(isinstance(layer, WinogradWSConv2d) for layer in standardised) == 2
 
 
+class UsedTwice(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.norm, self.act, self.where = nn.GroupNorm(4, 16), nn.Mish(), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "before":
+            active = self.act(x)
+            return torch.cat((self.norm(active), active), 1)
+        normal = self.norm(x)
+        if self.where == "itself":
+            return normal + normal
+        return torch.cat((self.act(normal), normal), 1)
+
+
+@needs_kernels
+@pytest.mark.parametrize("where", ["before", "after", "itself"])
+def test_a_value_that_is_used_twice_is_not_fused_away(where: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), UsedTwice(where))
+    twin = fast_twin(model)
+    assert twin is not None
+    x, _ = rows(3, 5)
+    torch.testing.assert_close(twin(x), model(x), atol=1e-5, rtol=1e-5)
+
+
 @needs_kernels
 @pytest.mark.parametrize("gain", [0.0, 1e-6, 0.005, 1.0])
 def test_a_standardised_filter_with_hardly_any_gain_keeps_its_exact_norm(gain: float) -> None:

@@ -52,8 +52,9 @@ def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 def add_clipped(total: dict[str, Tensor], gradients: Sequence[Tensor], *, clip_norm: float) -> None:
     """Add one unit's gradient, scaled down to ``clip_norm`` if it is longer."""
     unit = dict(zip(total, gradients, strict=True))
+    factor = min(1.0, clip_norm / scale_of(unit))
     for name, gradient in unit.items():
-        total[name] += gradient * min(1.0, clip_norm / scale_of(unit))
+        total[name] += gradient * factor
 
 
 def from_catalogue(name: str, **options: object) -> Build:

@@ -251,6 +251,17 @@ def test_the_number_of_threads_changes_no_bit(case: Case) -> None:
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("case", cases()[::29], ids=str)
+def test_calling_directly_and_through_the_dispatcher_is_the_same(case: Case) -> None:
+    x, (gamma, beta) = picture(2, case.channels, case.size), affine(case.channels)
+    dy = picture(2, case.channels, case.shape_of_output, seed=2)
+    through = [*by_kernel(case, x, gamma, beta), *gradients(case, dy, x, gamma, beta)]
+    with torch.no_grad():
+        directly = [*by_kernel(case, x, gamma, beta), *gradients(case, dy, x, gamma, beta)]
+    for one, two in zip(through, directly, strict=True):
+        assert torch.equal(one, two)
+
+
 def test_no_rows_give_no_rows() -> None:
     case = Case(8, 2, (4, 4), "mish", True, True)
     y, mean_NG, rstd_NG = by_kernel(case, picture(0, 8, (4, 4)), None, None)

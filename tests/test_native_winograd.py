@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
@@ -231,6 +232,23 @@ def test_a_picture_of_one_pixel_may_have_any_strides() -> None:
     assert torch.equal(
         winograd.convolve(x.clone().contiguous(), transformed, None), winograd.convolve(x, transformed, None)
     )
+
+
+def test_a_graph_through_a_kernel_is_an_error_and_not_a_missing_gradient() -> None:
+    x, transformed = pictures(2, 16, (5, 6)), winograd.transform(filters(16, 16), backward=False)
+    y = winograd.convolve(x.requires_grad_(), transformed, None)
+    with pytest.raises(RuntimeError, match="winograd_convolve"):
+        y.sum().backward()
+
+
+def test_fake_tensors_see_the_shapes_and_no_kernel() -> None:
+    with FakeTensorMode():
+        x, dy = (torch.empty(4, 5, 6, channels).permute(0, 3, 1, 2) for channels in (16, 32))
+        transformed = winograd.transform(torch.empty(32, 16, 3, 3), backward=False)
+        y = winograd.convolve(x, transformed, None)
+        gradient, moments = winograd.unit_gradients(x, dy, None, 2)
+    assert (y.shape, y.stride()) == (dy.shape, dy.stride())
+    assert (gradient.shape, moments.shape) == ((2, 3, 3, 16, 32), (2, 1, 32))
 
 
 def test_operators_keep_the_rules_of_torch_library() -> None:

@@ -5,6 +5,7 @@ Keys are fixed, so nothing here fails by chance; each false-alarm rate is that o
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from dpvision import noise
+from dpvision import native, noise
 from dpvision.checks import ArgumentError
 from dpvision.keys import Keys, random_words
 from dpvision.noise import standard_normals
@@ -27,9 +28,23 @@ LARGEST_WORD = np.uint64(2**64 - 1)
 TORCH_CPU_REACH = 5.768  # PITFALLS 23: √(−2·log(2⁻²⁴)), and 6·10⁹ draws of torch.randn without one beyond
 
 
-@pytest.fixture(scope="module")
-def normals() -> Normals:
+@pytest.fixture(params=["native", "numpy"])
+def generator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "numpy":
+        monkeypatch.setattr(noise.kernels, "takes", lambda array: False)
+    elif not native.available():
+        pytest.skip(f"no native kernels: {native.reason()}")
+    return request.param
+
+
+@functools.cache
+def two_million(generator: str) -> Normals:
     return standard_normals(KEY, 2_000_000)
+
+
+@pytest.fixture
+def normals(generator: str) -> Normals:
+    return two_million(generator)
 
 
 # ---- the distribution
@@ -92,7 +107,7 @@ def test_the_two_normals_of_a_pair_are_independent(normals: Normals) -> None:
 
 
 @pytest.mark.slow
-def test_variance_is_within_three_permille_on_ten_million_draws() -> None:
+def test_variance_is_within_three_permille_on_ten_million_draws(generator: str) -> None:
     draws = standard_normals(KEYS.derive("noise", 1, "w"), 10_000_000)
     assert abs(np.mean(draws**2) - 1) < 0.003  # 6.7 standard errors, false alarm 2e-11
     assert abs(np.mean((0.99 * draws) ** 2) - 1) > 0.003
@@ -184,7 +199,7 @@ def reach() -> float:
     return float(noise._tail_radii(np.array([LARGEST_WORD]), np.zeros(1, dtype=np.uint64))[0])
 
 
-def test_the_farthest_normal_lies_beyond_eight_and_a_half(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_farthest_normal_lies_beyond_eight_and_a_half(generator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def largest_words(key: bytes, count: int) -> NDArray[np.uint64]:
         # The first call asks for radius words, then angle words (zero: the x axis); the second for tail words.
         words = np.zeros(count, dtype=np.uint64)
@@ -223,7 +238,7 @@ def test_the_end_of_the_tail_adds_nothing_to_delta(noise_multiplier: float, epoc
 # ---- streams
 
 
-def test_a_stream_depends_on_key_and_count_alone() -> None:
+def test_a_stream_depends_on_key_and_count_alone(generator: str) -> None:
     # In another place of the memory, after other work: vector units must not see alignment.
     draws = [standard_normals(KEY, 100_001)]
     for _ in range(5):
@@ -235,13 +250,14 @@ def test_a_stream_depends_on_key_and_count_alone() -> None:
 
 @pytest.mark.parametrize("pairs", [1, 100, 1 << 20])
 def test_working_in_other_pieces_gives_equal_bits(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise.kernels, "takes", lambda array: False)
     expected = standard_normals(KEY, 10_001)
     monkeypatch.setattr(noise, "_PAIRS", pairs)
     assert standard_normals(KEY, 10_001).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 16_384, 32_769])
-def test_any_count_can_be_drawn(count: int) -> None:
+def test_any_count_can_be_drawn(count: int, generator: str) -> None:
     draws = standard_normals(KEY, count)
     assert draws.shape == (count,)
     assert np.isfinite(draws).all()
@@ -276,7 +292,9 @@ def test_a_key_that_is_not_256_bits_long_is_refused(length: int) -> None:
         standard_normals(bytes(length), 1)
 
 
-def test_the_generators_fingerprint_is_stable_and_sees_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_generators_fingerprint_is_stable_and_sees_the_last_bit(
+    generator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = noise.generator_fingerprint()
     assert noise.generator_fingerprint() == before
     monkeypatch.setattr(noise, "standard_normals", lambda key, count: np.nextafter(standard_normals(key, count), 9.0))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dpvision import noise
+from dpvision import native, noise
 from dpvision.checks import ArgumentError, PrivacyError
 from dpvision.flow import ClippedSum
 from dpvision.keys import Keys
@@ -33,6 +33,17 @@ def two_thread_counts() -> Iterator[tuple[int, int]]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=["native", "numpy"])
+def generator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "numpy":
+        monkeypatch.setattr(noise.kernels, "takes", lambda array: False)
+    elif not native.available():
+        pytest.skip(f"no native kernels: {native.reason()}")
+
+
+both_generators = pytest.mark.usefixtures("generator")
+
+
 def zeros(*shape: int, clip_norm: float = 0.37, dtype: torch.dtype = torch.float32) -> ClippedSum:
     return ClippedSum({"w": torch.zeros(*shape, dtype=dtype)}, clip_norm)
 
@@ -48,6 +59,7 @@ def stddev_is_right(mechanism: Mechanism, *, count: int = 1_000_000) -> bool:
     return abs(math.sqrt(np.mean(draws**2)) / expected - 1) < 0.005
 
 
+@both_generators
 def test_noise_on_a_zero_sum_has_stddev_sigma_times_clip_norm_over_batch() -> None:
     assert stddev_is_right(MECHANISM)
     assert stddev_is_right(dataclasses.replace(MECHANISM, clip_norm=3.7, noise_multiplier=0.93))
@@ -79,6 +91,7 @@ def test_noise_does_not_depend_on_what_else_is_in_the_sum_or_on_its_order() -> N
     assert torch.equal(one["b"], other["b"])
 
 
+@both_generators
 def test_the_sum_is_divided_by_the_public_batch_size_unrounded() -> None:
     mechanism = dataclasses.replace(MECHANISM, expected_batch_size=255.6)
     sums = torch.linspace(-50, 50, 1001, dtype=torch.float64)
@@ -87,6 +100,7 @@ def test_the_sum_is_divided_by_the_public_batch_size_unrounded() -> None:
     np.testing.assert_allclose(moved, sums.numpy() / 255.6, atol=1e-11, rtol=0)
 
 
+@both_generators
 def test_release_and_noise_lie_on_one_grid_whatever_the_sum() -> None:
     grid = Grid.of(MECHANISM, coordinates=2000)
     sums = torch.randn(2000, dtype=torch.float64) * torch.logspace(-12, 3, 2000, dtype=torch.float64)
@@ -96,6 +110,7 @@ def test_release_and_noise_lie_on_one_grid_whatever_the_sum() -> None:
     assert np.array_equal(release - noise_alone, np.rint(sums.numpy() / grid.spacing))
 
 
+@both_generators
 def test_bits_below_the_grid_leave_no_trace() -> None:
     grid = Grid.of(MECHANISM, coordinates=500)
     on_grid = torch.arange(500, dtype=torch.float64) * grid.spacing
@@ -116,6 +131,7 @@ def test_the_grid_is_fine_and_its_rounding_is_paid_for(coordinates: int, noise_m
     assert 1 < grid.noise_stddev / mechanism.noise_stddev < 1 + 2e-9 * noise_multiplier * math.sqrt(coordinates)
 
 
+@both_generators
 def test_release_uses_the_noise_that_pays_for_the_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "standard_normals", lambda key, count: np.ones(count))
     mechanism = dataclasses.replace(MECHANISM, noise_multiplier=40.0)
@@ -126,6 +142,7 @@ def test_release_uses_the_noise_that_pays_for_the_rounding(monkeypatch: pytest.M
     assert noise_on_sum > mechanism.noise_stddev * (1 + 1e-5)
 
 
+@both_generators
 def test_release_is_bit_equal_for_every_thread_count(two_thread_counts: tuple[int, int]) -> None:
     sums = ClippedSum({"w": torch.randn(300, 301)}, 0.37)
     releases = []
@@ -135,6 +152,7 @@ def test_release_is_bit_equal_for_every_thread_count(two_thread_counts: tuple[in
     assert releases[0].tobytes() == releases[1].tobytes()
 
 
+@both_generators
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 4, 5, 6)])
 def test_release_keeps_shape_and_dtype_and_leaves_the_sum_alone(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -146,6 +164,7 @@ def test_release_keeps_shape_and_dtype_and_leaves_the_sum_alone(dtype: torch.dty
     assert torch.isfinite(gradient).all()
 
 
+@both_generators
 def test_memory_order_does_not_matter() -> None:
     sums = torch.randn(4, 3, 5, 5)
     plain, last = (
@@ -165,6 +184,7 @@ def test_a_private_gradient_knows_its_step() -> None:
 
 @pytest.mark.parametrize("pairs", [1, 100, 1 << 20])
 def test_releasing_in_other_pieces_gives_equal_bits(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise.kernels, "takes", lambda array: False)
     expected = released(zeros(10_001))
     monkeypatch.setattr(noise, "_PAIRS", pairs)
     assert released(zeros(10_001)).tobytes() == expected.tobytes()

@@ -73,7 +73,7 @@ def random_words(key: bytes, count: int) -> NDArray[np.uint64]:
     """``count`` 64-bit words of the AES-256-CTR key stream of ``key``, counter from zero."""
     encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
     words = np.empty(count, dtype="<u8")
-    stream = memoryview(words.view(np.uint8))
+    stream = words.view(np.uint8).data
     # In pieces that stay in the cache: faster than one long call, and the same bytes.
     for start in range(0, len(stream), _PIECE):
         piece = stream[start : start + _PIECE]

@@ -194,7 +194,7 @@ def _release(sums: Tensor, key: bytes, grid: Grid, *, divisor: float) -> Tensor:
         steps_per_normal=noise_steps,
         mean_per_step=mean_per_step,
     )
-    return torch.from_numpy(released).to(sums.dtype).view(sums.shape).to(sums.device)
+    return torch.as_tensor(released).to(sums.dtype).view(sums.shape).to(sums.device)
 
 
 def _on_grid(

@@ -36,7 +36,7 @@ figures are medians. *× eager* is the time as a multiple of ordinary eager PyTo
 of the fastest ordinary variant that took part. Memory is the peak of three steps beyond model and data, in a process
 of its own. The first step counts, so a compiled variant carries its compiler. Opacus draws its noise from torch's
 ordinary generator; our noise has full tails and costs more. Where Opacus knows no views, they are averaged from its
-per-row gradients.
+per-row gradients. jax-privacy does not take part: it lives in another framework.
 
 Shares of the peak count the operations of an ordinary step's convolutions and matrix products. Winograd's method needs
 fewer, so that a private step may pass 100 %.

@@ -109,11 +109,15 @@ def _refuse_both(chosen: str, asked: dict[str, Any]) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """One line on stderr that says what is going on; drawn between steps only, never while one is timed."""
+    """What is going on, on stderr: one line that changes between steps (never while one is timed), or a log."""
     from rich.console import Console
     from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: typer.echo(printable(text), err=True)
+        return
     columns = (TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("")
         yield lambda text: bar.update(task, description=escape(printable(text)), refresh=True)

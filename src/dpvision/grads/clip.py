@@ -1,4 +1,4 @@
-"""From per-unit gradients to their clipped sum.
+"""From per-unit gradients to the factors that clip them.
 
 Shapes: U units.
 """
@@ -31,16 +31,13 @@ def clip_factors(
     return factor_U, dead_U
 
 
-def clipped_sums(shares: dict[nn.Parameter, Share], real_U: Tensor, clip_norm: float) -> dict[nn.Parameter, Tensor]:
-    """Each unit's gradient over all parameters scaled to at most ``clip_norm``, then added up over units.
+def factors_of(shares: dict[nn.Parameter, Share], real_U: Tensor, clip_norm: float) -> tuple[Tensor, Tensor | None]:
+    """``clip_factors`` for units whose gradient is made of ``shares``.
 
-    The sums still want their share's ``finish``.
-
-    Guarantee: one unit moves the result by at most ``clip_norm`` in L2, all parameters together.
+    Guarantee: one unit's gradient times its factor is at most ``clip_norm`` long, all parameters together.
     """
     norms_sq_U = torch.zeros(real_U.shape, dtype=torch.float64, device=real_U.device)
     for share in shares.values():
         norms_sq_U = norms_sq_U + share.norms_sq()
     rounding = max((torch.finfo(parameter.dtype).eps for parameter in shares), default=0.0)
-    factor_U, dead_U = clip_factors(norms_sq_U, real_U, clip_norm=clip_norm, rounding=rounding)
-    return {parameter: share.weighted_sum(factor_U, dead_U) for parameter, share in shares.items()}
+    return clip_factors(norms_sq_U, real_U, clip_norm=clip_norm, rounding=rounding)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpvision.checks import PrivacyError, Problems
 from dpvision.flow import Batch, ClippedSum, Microbatch, Sampling
 from dpvision.grads.admission import plan_for
-from dpvision.grads.clip import clipped_sums
+from dpvision.grads.clip import factors_of
 from dpvision.grads.duties import duties_of, trainable
 from dpvision.grads.fast import filters_held
 from dpvision.grads.performance import Performance
@@ -72,7 +72,7 @@ def clipped_sum_of_batch(
     with _unmoved(model):
         for microbatch, found in _each_microbatch(model, loss_fn, batch, performance):
             real_U = microbatch.row_weights_UR.ne(0).any(1)
-            totals.add(clipped_sums(found.shares, real_U, clip_norm), found.shares)
+            totals.add(found.shares, *factors_of(found.shares, real_U, clip_norm))
     return ClippedSum(totals.gradients(trainable(model)), clip_norm)
 
 
@@ -87,7 +87,7 @@ def unclipped_sum_of_batch(
     with _unmoved(model):
         for microbatch, found in _each_microbatch(model, loss_fn, batch, performance):
             ones_U = microbatch.row_weights_UR.ne(0).any(1).to(torch.float64)
-            totals.add({p: share.weighted_sum(ones_U, None) for p, share in found.shares.items()}, found.shares)
+            totals.add(found.shares, ones_U, None)
     return totals.gradients(trainable(model))
 
 

@@ -209,7 +209,7 @@ def _right(share: Share | None, alone: list[Tensor], sizes: list[float]) -> bool
             continue
         only = torch.zeros(units, dtype=torch.float64, device=gradient.device)
         only[unit] = 1.0
-        found = torch.zeros_like(gradient) if share is None else share.finish(share.weighted_sum(only, None))
+        found = torch.zeros_like(gradient) if share is None else share.finish(share.add_weighted_sum(None, only, None))
         true_norm = float(gradient.double().norm())
         room = tolerance * (true_norm + size / 100)
         if not float((found - gradient).double().norm()) <= room or not abs(norms[unit] - true_norm) <= room:

@@ -12,6 +12,8 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
+from dpvision.native import accumulate
+
 _RUN: Final = 512
 Finish = Callable[[Tensor], Tensor]
 """A linear map that depends on weights alone, so that it can wait until all units are added up."""
@@ -33,6 +35,10 @@ class Share(ABC):
 
         ``finish`` turns it, or a sum of such sums over micro-batches, into the parameter's gradient.
         """
+
+    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        """``weighted_sum`` added to a running sum in float64, which ``total`` was until now; none yet is zero."""
+        return _added_to(total, self.weighted_sum(factor_U, dead_U))
 
     @property
     def finish(self) -> Finish:
@@ -69,11 +75,27 @@ class Kept(Share):
             gradient_UD = gradient_UD.masked_fill(dead_U[:, None], 0.0)
         return (factor_U.to(gradient_UD.dtype) @ gradient_UD).view(self._gradient.shape[1:])
 
+    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        so_far = self._gradient.new_zeros(self._gradient.shape[1:], dtype=torch.float64) if total is None else total
+        if not accumulate.takes(so_far, self._gradient):
+            return super().add_weighted_sum(total, factor_U, dead_U)
+        accumulate.add_weighted(so_far, self._gradient, without_dead(factor_U, dead_U))
+        return so_far
+
     def per_unit(self) -> Tensor:
         return self._gradient
 
 
 def _as_it_is(total: Tensor) -> Tensor:
+    return total
+
+
+def _added_to(total: Tensor | None, part: Tensor) -> Tensor:
+    if total is None:
+        return part.to(torch.float64, copy=True)
+    if not accumulate.takes(total, part):
+        return total.add_(part)
+    accumulate.add_weighted(total, part[None], torch.ones(1, dtype=torch.float64))
     return total
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dpvision.checks import ArgumentError, Problems
+from dpvision.checks import ArgumentError
 from dpvision.native.build import build
 
 
@@ -29,14 +29,13 @@ def add_weighted(total: Tensor, parts: Tensor, factor_U: Tensor) -> None:
     Guarantee: a unit with factor 0 is not looked at, so it adds exactly nothing whatever it holds. Every entry is the
     work of one thread: no bit depends on their number.
     """
-    problems = Problems()
-    problems.require(takes(total, parts), "total must be float64 and parts float32, contiguous. Use `takes` first.")
-    problems.require(
-        parts.shape[1:] == total.shape and factor_U.shape == parts.shape[:1] and _fits(factor_U, torch.float64),
-        f"parts must be (units, {tuple(total.shape)}) with a float64 factor each, got {tuple(parts.shape)} and "
-        f"{tuple(factor_U.shape)} {factor_U.dtype}.",
-    )
-    problems.raise_if_any()
+    fits = takes(total, parts) and parts.shape[1:] == total.shape
+    if not fits or factor_U.shape != parts.shape[:1] or not _fits(factor_U, torch.float64):
+        raise ArgumentError(
+            "total must be float64, parts float32 of the same shape with a float64 factor each, all contiguous, got "
+            f"{tuple(total.shape)} {total.dtype}, {tuple(parts.shape)} {parts.dtype} and {tuple(factor_U.shape)} "
+            f"{factor_U.dtype}. Use `takes` first."
+        )
     tensors = (total.data_ptr(), parts.data_ptr(), factor_U.data_ptr())
     _kernel()(parts.shape[0], total.numel(), *tensors, torch.get_num_threads())
 

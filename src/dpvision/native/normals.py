@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dpvision.checks import ArgumentError, Problems
+from dpvision.checks import ArgumentError
 from dpvision.native.build import build
 
 
@@ -31,15 +31,14 @@ def from_words(
 
     ``tails`` are the places of radius words that are not to be used, ascending, and ``tail_radii`` what to use there.
     """
+    fits = takes(words) and words.dtype == np.uint64 and words.size % 2 == 0
+    if not fits or not _fits(tails, np.int64) or not _fits(tail_radii, np.float64) or tails.size != tail_radii.size:
+        raise ArgumentError(
+            "words must be an even number of writable uint64, with as many int64 tails as float64 tail_radii, got "
+            f"{words.size} {words.dtype}, {tails.size} {tails.dtype} and {tail_radii.size} {tail_radii.dtype}. "
+            "Use `takes` first."
+        )
     pairs = words.size // 2
-    problems = Problems()
-    problems.require(takes(words) and words.dtype == np.uint64, "words must be writable uint64. Use `takes` first.")
-    problems.require(words.size % 2 == 0, f"there must be as many radii as angles, got {words.size} words.")
-    problems.require(
-        _fits(tails, np.int64) and _fits(tail_radii, np.float64) and tails.size == tail_radii.size,
-        f"every tail needs a radius, got {tails.size} ({tails.dtype}) and {tail_radii.size} ({tail_radii.dtype}).",
-    )
-    problems.raise_if_any()
     kernel = _kernel("dpvision_normals", *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3)
     kernel(pairs, tails.size, words.ctypes.data, tails.ctypes.data, tail_radii.ctypes.data, torch.get_num_threads())
     return words.view(np.float64)
@@ -54,15 +53,11 @@ def release(
     mean_per_step: float,
 ) -> NDArray[np.float64]:
     """``(round(sum · steps_per_sum) + round(normal · steps_per_normal)) · mean_per_step`` in the normals' place."""
-    problems = Problems()
-    problems.require(
-        takes(normals) and normals.dtype == np.float64, "normals must be writable float64. Use `takes` first."
-    )
-    problems.require(
-        _fits(sums, np.float64) and sums.size == normals.size,
-        f"sums must be as many float64 as normals ({normals.size}), got {sums.size} ({sums.dtype}).",
-    )
-    problems.raise_if_any()
+    if not takes(normals) or normals.dtype != np.float64 or not _fits(sums, np.float64) or sums.size != normals.size:
+        raise ArgumentError(
+            "sums and normals must be as many float64, the normals writable, got "
+            f"{sums.size} {sums.dtype} and {normals.size} {normals.dtype}. Use `takes` first."
+        )
     kernel = _kernel("dpvision_release", ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_double] * 3)
     scales = (steps_per_sum, steps_per_normal, mean_per_step)
     kernel(normals.size, sums.ctypes.data, normals.ctypes.data, *scales, torch.get_num_threads())

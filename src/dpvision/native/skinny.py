@@ -1,4 +1,4 @@
-"""Linear layers with few outputs: the weight gradient summed over rows, at the speed at which the inputs can be read."""
+"""Linear layers with few outputs: the weight gradient summed over rows, as fast as the inputs can be read."""
 
 # N rows, I in, O out
 

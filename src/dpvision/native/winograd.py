@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from dpvision.checks import ArgumentError, Problems
+from dpvision.checks import ArgumentError
 from dpvision.native.build import build
 
 _POINTS: Final = 36
@@ -36,12 +36,14 @@ def takes(*, in_channels: int, out_channels: int) -> bool:
 
 def transform(weight_OIKK: Tensor, *, backward: bool) -> Tensor:
     """The filters as ``convolve`` wants them; with ``backward``, those that take dy to dx."""
-    return _transform(weight_OIKK, backward)
+    run = _transform_now if _is_plain(weight_OIKK) else _transform_op
+    return run(weight_OIKK, backward)
 
 
 def convolve(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) -> Tensor:
     """The convolution y_NOHW of x with transformed filters. With those for ``backward``, the input gradient of dy."""
-    return _convolve(x_NCHW, transformed, bias_O)
+    run = _convolve_now if _is_plain(x_NCHW, transformed, bias_O) else _convolve_op
+    return run(x_NCHW, transformed, bias_O)
 
 
 def unit_gradients(
@@ -61,7 +63,9 @@ def unit_gradients(
         raise ArgumentError(
             f"into_UKKIO must have shape {(units, 3, 3, in_channels, out_channels)}, got {tuple(gradient_UKKIO.shape)}."
         )
-    return gradient_UKKIO, _unit_gradients(x_NCHW, dy_NOHW, z_KKIO, gradient_UKKIO)
+    plain = _is_plain(x_NCHW, dy_NOHW, z_KKIO, gradient_UKKIO)
+    run = _unit_gradients_now if plain else _unit_gradients_op
+    return gradient_UKKIO, run(x_NCHW, dy_NOHW, z_KKIO, gradient_UKKIO)
 
 
 def summed_gradient(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> Tensor:
@@ -69,11 +73,25 @@ def summed_gradient(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> Tensor
 
     Guarantee: a row whose factor is 0 contributes exactly 0, whatever it holds, NaN and infinity included.
     """
-    return _summed_gradient(x_NCHW, dy_NOHW, factor_N)
+    run = _summed_gradient_now if _is_plain(x_NCHW, dy_NOHW, factor_N) else _summed_gradient_op
+    return run(x_NCHW, dy_NOHW, factor_N)
 
 
-@torch.library.custom_op("dpvision::winograd_transform", mutates_args=())
-def _transform(weight_OIKK: Tensor, backward: bool) -> Tensor:
+def _is_plain(*tensors: Tensor | None) -> bool:
+    """Nothing but numbers: no graph to record, no compiler or fake tensor that must see an operator.
+
+    Then the kernel is called at once. The way through an operator takes up to 0.3 ms where other work has pushed it out
+    of the caches, a tenth of what a kernel takes for a micro-batch.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return all(
+        tensor is None or (type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.requires_grad)
+        for tensor in tensors
+    )
+
+
+def _transform_now(weight_OIKK: Tensor, backward: bool) -> Tensor:
     _check(weight_OIKK=weight_OIKK)
     out_channels, in_channels = weight_OIKK.shape[:2]
     _check_channels(in_channels, out_channels, weight_OIKK.shape[2:] == (3, 3))
@@ -85,23 +103,18 @@ def _transform(weight_OIKK: Tensor, backward: bool) -> Tensor:
     return out
 
 
-@torch.library.custom_op("dpvision::winograd_convolve", mutates_args=())
-def _convolve(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) -> Tensor:
+def _convolve_now(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) -> Tensor:
     _check(x_NCHW=x_NCHW, transformed=transformed, **({} if bias_O is None else {"bias_O": bias_O}))
     _check_pictures(x_NCHW=x_NCHW)
     out_channels = transformed.shape[1] * _PANEL
     expected = (_POINTS, out_channels // _PANEL, x_NCHW.shape[1], _PANEL)
-    problems = Problems()
-    problems.require(
-        tuple(transformed.shape) == expected and transformed.is_contiguous(),
-        f"transformed must be what transform() gives for {x_NCHW.shape[1]} input channels, got shape "
-        f"{tuple(transformed.shape)}.",
-    )
-    problems.require(
-        bias_O is None or (bias_O.shape == (out_channels,) and bias_O.is_contiguous()),
-        f"bias_O must be None or {out_channels} numbers, got {None if bias_O is None else tuple(bias_O.shape)}.",
-    )
-    problems.raise_if_any()
+    if tuple(transformed.shape) != expected or not transformed.is_contiguous():
+        raise ArgumentError(
+            f"transformed must be what transform() gives for {x_NCHW.shape[1]} input channels, got shape "
+            f"{tuple(transformed.shape)}."
+        )
+    if bias_O is not None and (bias_O.shape != (out_channels,) or not bias_O.is_contiguous()):
+        raise ArgumentError(f"bias_O must be None or {out_channels} numbers, got shape {tuple(bias_O.shape)}.")
     y_NOHW = _empty_pictures(x_NCHW, out_channels)
     if y_NOHW.numel():
         shape, bias = _shape(x_NCHW, out_channels), None if bias_O is None else _at(bias_O)
@@ -111,18 +124,14 @@ def _convolve(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) -> Ten
     return y_NOHW
 
 
-@torch.library.custom_op("dpvision::winograd_unit_gradients", mutates_args=("gradient_UKKIO",))
-def _unit_gradients(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, gradient_UKKIO: Tensor) -> Tensor:
+def _unit_gradients_now(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, gradient_UKKIO: Tensor) -> Tensor:
     _check(x_NCHW=x_NCHW, dy_NOHW=dy_NOHW, into_UKKIO=gradient_UKKIO)
     _check_pair(x_NCHW, dy_NOHW)
     rows, units = x_NCHW.shape[0], gradient_UKKIO.shape[0]
-    problems = Problems()
-    problems.require(
-        rows % units == 0 if units else rows == 0,
-        f"units must divide the number of rows, got {units} units for {rows} rows.",
-    )
-    problems.require(gradient_UKKIO.is_contiguous(), "into_UKKIO must be contiguous.")
-    problems.raise_if_any()
+    if rows % units if units else rows:
+        raise ArgumentError(f"units must divide the number of rows, got {units} units for {rows} rows.")
+    if not gradient_UKKIO.is_contiguous():
+        raise ArgumentError(f"into_UKKIO must be contiguous, got strides {gradient_UKKIO.stride()}.")
     _check_like_weights(z_KKIO, (3, 3, x_NCHW.shape[1], dy_NOHW.shape[1]))
     moments_UMO = _empty_moments(dy_NOHW, z_KKIO, units)
     if units:
@@ -134,8 +143,7 @@ def _unit_gradients(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, grad
     return moments_UMO
 
 
-@torch.library.custom_op("dpvision::winograd_summed_gradient", mutates_args=())
-def _summed_gradient(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> Tensor:
+def _summed_gradient_now(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> Tensor:
     _check(x_NCHW=x_NCHW, dy_NOHW=dy_NOHW, factor_N=factor_N)
     _check_pair(x_NCHW, dy_NOHW)
     if factor_N.shape != x_NCHW.shape[:1] or not factor_N.is_contiguous():
@@ -148,22 +156,32 @@ def _summed_gradient(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> Tenso
     return gradient_KKIO
 
 
-@_transform.register_fake
+_transform_op = torch.library.custom_op("dpvision::winograd_transform", _transform_now, mutates_args=())
+_convolve_op = torch.library.custom_op("dpvision::winograd_convolve", _convolve_now, mutates_args=())
+_unit_gradients_op = torch.library.custom_op(
+    "dpvision::winograd_unit_gradients", _unit_gradients_now, mutates_args=("gradient_UKKIO",)
+)
+_summed_gradient_op = torch.library.custom_op(
+    "dpvision::winograd_summed_gradient", _summed_gradient_now, mutates_args=()
+)
+
+
+@_transform_op.register_fake
 def _(weight_OIKK: Tensor, backward: bool) -> Tensor:
     return _empty_filters(weight_OIKK, backward)
 
 
-@_convolve.register_fake
+@_convolve_op.register_fake
 def _(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) -> Tensor:  # noqa: ARG001
     return _empty_pictures(x_NCHW, transformed.shape[1] * _PANEL)
 
 
-@_unit_gradients.register_fake
+@_unit_gradients_op.register_fake
 def _(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, gradient_UKKIO: Tensor) -> Tensor:  # noqa: ARG001
     return _empty_moments(dy_NOHW, z_KKIO, gradient_UKKIO.shape[0])
 
 
-@_summed_gradient.register_fake
+@_summed_gradient_op.register_fake
 def _(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> Tensor:  # noqa: ARG001
     return x_NCHW.new_empty(3, 3, x_NCHW.shape[1], dy_NOHW.shape[1])
 
@@ -213,13 +231,9 @@ def _library() -> ctypes.CDLL:
 
 
 def _check(**tensors: Tensor) -> None:
-    problems = Problems()
     for name, tensor in tensors.items():
-        problems.require(
-            tensor.dtype == torch.float32 and tensor.device.type == "cpu",
-            f"{name} must be float32 on the CPU, got {tensor.dtype} on {tensor.device}.",
-        )
-    problems.raise_if_any()
+        if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+            raise ArgumentError(f"{name} must be float32 on the CPU, got {tensor.dtype} on {tensor.device}.")
 
 
 def _check_channels(in_channels: int, out_channels: int, three_by_three: bool) -> None:
@@ -231,15 +245,13 @@ def _check_channels(in_channels: int, out_channels: int, three_by_three: bool) -
 
 def _check_pictures(**pictures: Tensor) -> None:
     """Channels-last in memory; the stride of a dimension of one means nothing."""
-    problems = Problems()
     for name, picture in pictures.items():
         fits = picture.dim() == 4 and picture.shape[1] % _PANEL == 0 and min(picture.shape[1:]) > 0
-        problems.require(
-            fits and picture.permute(0, 2, 3, 1).is_contiguous(),
-            f"{name} must be (rows, channels in multiples of 16, height, width), channels-last in memory, got shape "
-            f"{tuple(picture.shape)} with strides {picture.stride()}.",
-        )
-    problems.raise_if_any()
+        if not fits or not picture.permute(0, 2, 3, 1).is_contiguous():
+            raise ArgumentError(
+                f"{name} must be (rows, channels in multiples of 16, height, width), channels-last in memory, got "
+                f"shape {tuple(picture.shape)} with strides {picture.stride()}."
+            )
 
 
 def _check_like_weights(z_KKIO: Tensor | None, expected: tuple[int, ...]) -> None:

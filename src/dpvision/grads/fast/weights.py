@@ -66,6 +66,11 @@ class WinogradGradient(Share):
             self._summed = factor_U, winograd.summed_gradient(self._x, self._dy, factor_N)
         return self._summed[1]
 
+    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        if self._formed is not None:
+            return Kept(self._formed[0]).add_weighted_sum(total, factor_U, dead_U)
+        return super().add_weighted_sum(total, factor_U, dead_U)
+
     @property
     def finish(self) -> Finish:
         return _to_weight_order

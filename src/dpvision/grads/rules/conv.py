@@ -131,6 +131,14 @@ class Correlated(Share):
         )
         return gradient
 
+    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        if self._formed_UOD is None:
+            return super().add_weighted_sum(total, factor_U, dead_U)
+        inside = self.channels_inside
+        total_OD = None if total is None else self._geometry.to_order(total, channels_inside=inside)
+        total_OD = Kept(self._formed_UOD).add_weighted_sum(total_OD, factor_U, dead_U)
+        return self._geometry.from_order(total_OD, channels_inside=inside)
+
     def per_unit(self) -> Tensor:
         return self._geometry.from_order(self.formed(), channels_inside=self.channels_inside)
 

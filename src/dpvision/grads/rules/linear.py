@@ -20,6 +20,7 @@ from dpvision.grads.shares import (
     sum_of_squares,
     without_dead,
 )
+from dpvision.native import skinny
 
 
 @final
@@ -44,8 +45,16 @@ class OuterProducts(Share):
     def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
         if self._formed is not None:  # what the norm was taken of: another product could round to something longer
             return Kept(self._formed).weighted_sum(factor_U, dead_U)
-        g_UTO = scale_by_unit(without_dead(self._g_UTO, dead_U), factor_U)
-        return g_UTO.flatten(0, 1).mT @ without_dead(self._a_UTI, dead_U).flatten(0, 1)
+        a_NI, g_NO = self._a_UTI.flatten(0, 1), self._g_UTO.flatten(0, 1)
+        if skinny.takes(a_NI, g_NO):
+            factor_N = without_dead(factor_U, dead_U).repeat_interleave(self._a_UTI.shape[1])
+            return skinny.outer_sum(a_NI, g_NO, factor_N)
+        return scale_by_unit(without_dead(g_NO, dead_U), factor_U).mT @ without_dead(a_NI, dead_U)
+
+    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        if self._formed is not None:
+            return Kept(self._formed).add_weighted_sum(total, factor_U, dead_U)
+        return super().add_weighted_sum(total, factor_U, dead_U)
 
     def per_unit(self) -> Tensor:
         if self._formed is None:

@@ -92,6 +92,9 @@ class Standardised(Share):
     def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
         return self._used.weighted_sum(factor_U, dead_U)
 
+    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        return self._used.add_weighted_sum(total, factor_U, dead_U)
+
     @property
     def finish(self) -> Finish:
         facts, used = self._facts, self._used.finish

@@ -37,7 +37,7 @@ extern "C" void dpvision_add_weighted(int64_t units, int64_t entries, double* to
                                       const double* factor_U, int threads) {
     const Live live(units, entries, parts_UD, factor_U);
     const int64_t count = live.factors.size();
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(static) if (entries > PIECE)
     for (int64_t first = 0; first < entries; first += PIECE) {
         const int64_t last = std::min(entries, first + PIECE);
         int64_t u = 0;

@@ -48,8 +48,8 @@ static inline d4 from_signed(u4 words) {
     return (high - (0x1p84 + 0x1p63 + 0x1p52)) + low;
 }
 
-// log(1 + f) for 1 + f between √½ and √2, plus `more`, which is small: by the series in s = f / (2 + f), written so that
-// f, the largest term, is added last.
+// log(1 + f) for 1 + f between √½ and √2, plus `more`, which is small. A series in s = f / (2 + f), written so that f,
+// the largest term, is added last.
 static inline d4 log1p_near_one(d4 f, d4 more) {
     const d4 s = f / (f + 2), z = s * s, half_square = f * f * 0.5;
     d4 p = z * 0x1.2b5900de53b32p-3 + 0x1.39fe51a7c18f9p-3;

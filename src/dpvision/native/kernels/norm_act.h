@@ -32,7 +32,8 @@ struct ChannelTable {
         : mean(memory), rstd(mean + padded(channels)), gamma(rstd + padded(channels)), beta(gamma + padded(channels)) {
         std::memset(memory, 0, sizeof(float) * TABLES * padded(channels));
     }
-    void fill(const NormTask& task, const float* mean_G, const float* rstd_G, const float* gamma_C, const float* beta_C) {
+    void fill(const NormTask& task, const float* mean_G, const float* rstd_G, const float* gamma_C,
+              const float* beta_C) {
         const int64_t each = task.channels / task.groups;
         for (int64_t g = 0, c = 0; g < task.groups; g++)
             for (int64_t k = 0; k < each; k++, c++) {
@@ -51,7 +52,8 @@ struct Window {
     Window(int64_t width, int64_t channels) : offset{0, channels, width * channels, (width + 1) * channels} {}
 };
 
-// The largest of a window's four values and which one it is: the first of equals; NaN wins, the last of several.
+// The largest of a window's four values and which one it is: the first of equals. NaN wins, the last of several. (It
+// would lose to a number after it, but after a normalisation all values of a channel are NaN or none is.)
 struct Winner {
     v8 value;
     i8x32 index;
@@ -61,7 +63,7 @@ struct Winner {
         challenge(fourth, 3);
     }
     void challenge(v8 x, int k) {
-        const i8x32 wins = (x > value) | (x != x);
+        const i8x32 wins = !(x <= value);
         value = wins ? x : value;
         index = wins ? i8x32{} + k : index;
     }

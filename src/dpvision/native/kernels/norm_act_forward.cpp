@@ -22,7 +22,8 @@ struct Spread {
         const d8 off = __builtin_convertvector(centre, d8) + __builtin_convertvector(rest, d8) * (1 / run) - old;
         const double share = run / (count + run);
         old += off * share;
-        *reinterpret_cast<d8_unaligned*>(squares + c) += __builtin_convertvector(squared, d8) + off * off * (count * share);
+        *reinterpret_cast<d8_unaligned*>(squares + c) +=
+            __builtin_convertvector(squared, d8) + off * off * (count * share);
     }
 };
 

@@ -5,7 +5,8 @@
 
 namespace {
 
-constexpr int64_t PIECE = 1024;  // pairs whose radii stay in the first cache
+constexpr int64_t PIECE = 1024;    // pairs whose radii stay in the first cache
+constexpr int64_t ENOUGH = 16384;  // below this, waking another thread takes longer than the work
 
 // √(−2·log(1 − w·2⁻⁶⁴)). Tail words come out coarse or not finite: their radii are put in afterwards.
 d4 radius(u4 words) { return square_root(log_of_rest(from_unsigned(words) * 0x1p-64) * -2.0); }
@@ -14,8 +15,9 @@ struct Tails {
     const int64_t* places;
     const double* radii;
     int64_t count;
-    void put_into(double* all_radii, int64_t first, int64_t last) const {
-        for (const int64_t* at = std::lower_bound(places, places + count, first); at < places + count && *at < last; at++)
+    void overwrite(double* all_radii, int64_t first, int64_t last) const {
+        const int64_t* end = places + count;
+        for (const int64_t* at = std::lower_bound(places, end, first); at < end && *at < last; at++)
             all_radii[*at - first] = radii[at - places];
     }
 };
@@ -25,7 +27,7 @@ void piece(char* radius_words, char* angle_words, int64_t first, int64_t last, c
     for_vectors(first, last, [&](int64_t i, int lanes) __attribute__((always_inline)) {
         store_doubles(radii + (i - first), radius(load_words(radius_words + 8 * i, lanes)), lanes);
     });
-    tails.put_into(radii, first, last);
+    tails.overwrite(radii, first, last);
     for_vectors(first, last, [&](int64_t i, int lanes) __attribute__((always_inline)) {
         const d4 r = load_doubles(radii + (i - first), lanes);
         const Circle point = circle(load_words(angle_words + 8 * i, lanes));
@@ -41,7 +43,7 @@ extern "C" void dpvision_normals(int64_t pairs, int64_t tail_count, void* words,
                                  const double* tail_radii, int threads) {
     const Tails tails = {tail_places, tail_radii, tail_count};
     char* radius_words = static_cast<char*>(words);
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(static) if (pairs >= ENOUGH)
     for (int64_t first = 0; first < pairs; first += PIECE)
         piece(radius_words, radius_words + 8 * pairs, first, std::min(first + PIECE, pairs), tails);
 }
@@ -49,7 +51,7 @@ extern "C" void dpvision_normals(int64_t pairs, int64_t tail_count, void* words,
 // Both parts become whole numbers of grid steps before they meet: see noise.py. The result takes the normals' place.
 extern "C" void dpvision_release(int64_t count, const double* sums, double* normals, double steps_per_sum,
                                  double steps_per_normal, double mean_per_step, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(static) if (count >= ENOUGH)
     for (int64_t i = 0; i < count; i++)
         normals[i] = (std::rint(sums[i] * steps_per_sum) + std::rint(normals[i] * steps_per_normal)) * mean_per_step;
 }

@@ -10,6 +10,7 @@
 namespace {
 
 constexpr int64_t RUN = 32;
+constexpr int64_t ENOUGH = 1 << 19;  // products; below this, waking another thread takes longer than the work
 constexpr int OUTPUTS = 5;
 constexpr int WIDE = 2;
 
@@ -47,8 +48,8 @@ void add_run(const Block& block, const float* a, int64_t columns, const int64_t*
         for (int v = 0; v < Block::VECTORS; v++) add_to(totals + o * stride + v * LANES, sums[o][v]);
 }
 
-// The next run of rows is called into the second cache while this one is worked on: a row's columns are too few, and the
-// next row too far away, for the processor to do so by itself.
+// The next run of rows is called into the second cache while this one is worked on: a row's columns are too few, and
+// the next row too far away, for the processor to do so by itself.
 void prefetch(const float* a, int64_t columns, const int64_t* rows, int64_t run) {
     for (int64_t r = 0; r < run; r++) __builtin_prefetch(a + rows[r] * columns, 0, 2);
 }
@@ -78,7 +79,7 @@ extern "C" void dpvision_outer_sum(int64_t count, int64_t columns, int64_t outpu
                                    const float* g_NO, const double* factor_N, double* sum_OI, int threads) {
     constexpr int64_t SHARE = 512;  // columns; few enough for the totals of ten outputs to stay in the second cache
     const Scaled scaled(count, outputs, g_NO, factor_N);
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(static) if (count * columns * outputs >= ENOUGH)
     for (int64_t first = 0; first < columns; first += SHARE) {
         const int64_t last = std::min(columns, first + SHARE), stride = padded(last - first);
         std::vector<double> totals(scaled.groups * OUTPUTS * stride, 0.0);
