@@ -56,6 +56,17 @@ class Residual(nn.Module):
         return self.norm(x + self.branch(x))
 
 
+class Again(nn.Module):
+    """One convolution, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(torch.tanh(self.norm(self.conv(x)))))
+
+
 def _stem(*rest: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *rest)
 
@@ -81,6 +92,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "standardised, bare": lambda: _stem(WSConv2d(16, 48, 3, gain=False, bias=False, padding=1), nn.Tanh(), *_head(48)),
     "standardised, strided": lambda: _stem(WSConv2d(16, 16, 3, stride=2), nn.GroupNorm(1, 16), nn.SELU(), *_head()),
     "no affine": lambda: _stem(nn.GroupNorm(4, 16, affine=False), nn.ELU(), nn.Conv2d(16, 16, 3, padding=1), *_head()),
+    "one layer twice": lambda: _stem(Again(), *_head()),
     "norm alone": lambda: _stem(nn.GroupNorm(4, 16), nn.GroupNorm(2, 16), nn.Conv2d(16, 16, 3, padding=1), *_head()),
     "strided and wide": lambda: _stem(nn.Conv2d(16, 64, 3, stride=2, padding=1), nn.GroupNorm(8, 64), nn.Mish(),
                                       nn.Conv2d(64, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.SiLU(), *_head(64)),

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.checks import ArgumentError
+from dpvision.grads.rules.conv import Correlated, geometry_of
 from dpvision.grads.rules.linear import OuterProducts
-from dpvision.grads.shares import Kept
+from dpvision.grads.shares import Kept, Share
 from dpvision.native import accumulate, skinny
 from dpvision.native.build import build
 
@@ -195,18 +196,31 @@ def test_kept_gradients_go_straight_into_the_running_sum(dtype: torch.dtype, mon
     torch.testing.assert_close(total, wanted, rtol=0, atol=1e-14)
 
 
-def test_a_sum_that_was_handed_out_stays_as_it_was() -> None:
-    part = torch.ones(3, 4)
-    share = OuterProducts(torch.ones(2, 1, 4), torch.ones(2, 1, 3))
-    total = share.add_weighted_sum(None, torch.ones(2, dtype=torch.float64), None)
-    again = share.add_weighted_sum(total, torch.ones(2, dtype=torch.float64), None)
-    assert torch.equal(again, 4.0 * part.double())
-    assert torch.equal(share.weighted_sum(torch.ones(2, dtype=torch.float64), None).float(), 2.0 * part)
+class Remembered(Share):
+    """Gives out the same sum each time."""
+
+    def __init__(self, part: Tensor) -> None:
+        self.part = part
+
+    def norms_sq(self) -> Tensor:
+        return self.part.new_ones(1)
+
+    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        return self.part
+
+    def per_unit(self) -> Tensor:
+        return self.part[None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_share_keeps_its_own_sum_when_it_is_the_first_of_a_running_one(dtype: torch.dtype) -> None:
+    share, factor = Remembered(torch.ones(3, 4, dtype=dtype)), torch.ones(1, dtype=torch.float64)
+    total = share.add_weighted_sum(share.add_weighted_sum(None, factor, None), factor, None)
+    assert torch.equal(total, torch.full((3, 4), 2.0, dtype=torch.float64))
+    assert torch.equal(share.part, torch.ones(3, 4, dtype=dtype))
 
 
 def test_a_convolutions_running_sum_is_the_same_in_every_layout() -> None:
-    from dpvision.grads.rules.conv import Correlated, geometry_of
-
     module = nn.Conv2d(3, 4, 3, bias=False)
     x, dy = torch.randn(5, 3, 8, 8), torch.randn(5, 4, 6, 6)
     factor, total, found = torch.rand(5, dtype=torch.float64), None, []

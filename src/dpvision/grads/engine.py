@@ -18,7 +18,7 @@ from dpvision.flow import Batch, ClippedSum, Microbatch, Sampling
 from dpvision.grads.admission import plan_for
 from dpvision.grads.clip import factors_of
 from dpvision.grads.duties import duties_of, trainable
-from dpvision.grads.fast import filters_held
+from dpvision.grads.fast import held_through_step
 from dpvision.grads.performance import Performance
 from dpvision.grads.plan import Plan
 from dpvision.grads.probe import same_attributes, stored
@@ -101,7 +101,7 @@ def _each_microbatch(
     plan = plan_for(model, loss_fn, first, performance)
     network = plan.network(model)
     duties = duties_of(network, plan.exceptions)
-    with filters_held(network):
+    with held_through_step(network):
         for microbatch in batch.microbatches(_microbatch_size(plan, performance)):
             arranged = plan.arranged(microbatch)
             yield arranged, unit_gradients(network, loss_fn, arranged, duties, plan.layouts)

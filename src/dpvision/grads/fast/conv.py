@@ -81,6 +81,20 @@ class Winograd(nn.Module):
         self._holding = False
         self._held.clear()
 
+    def gradient_memory(self, units: int) -> Tensor | None:
+        """Room for the weight gradients of so many units, the same in every micro-batch: fresh pages are slow to touch.
+
+        A layer of a graph is called once in a pass, and a micro-batch is done with before the next one begins. ``None``
+        outside a step.
+        """
+        if not self._holding:
+            return None
+        weight = self.layer.weight
+        room = self._held.get("memory")
+        if room is None or room.shape[0] < units:
+            room = self._held["memory"] = weight.new_empty(units, 3, 3, weight.shape[1], weight.shape[0])
+        return room[:units]
+
     def derived(self, name: str, make: Callable[[], T]) -> T:
         """Something made of the weights alone, kept while that is allowed."""
         if name in self._held:

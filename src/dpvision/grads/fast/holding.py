@@ -1,4 +1,4 @@
-"""Transformed filters, made once a step: between the first and the last micro-batch no weight moves."""
+"""What fast layers keep during a step: filters made of weights that stay as they are, and memory to work in."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dpvision.grads.fast.conv import Winograd
 
 
 @contextmanager
-def filters_held(network: nn.Module) -> Iterator[None]:
-    """Keep what fast layers derive from their weights, inside the block only."""
+def held_through_step(network: nn.Module) -> Iterator[None]:
+    """Let fast layers keep filters and memory inside the block; one micro-batch at a time."""
     layers = [module for module in network.modules() if isinstance(module, Winograd)]
     for layer in layers:
         layer.hold()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpvision.grads.fast.conv import Facts, WinogradConv2d, WinogradWSConv2d
+from dpvision.grads.fast.conv import Facts, Winograd, WinogradConv2d, WinogradWSConv2d
 from dpvision.grads.fast.norm import channels_last
 from dpvision.grads.rules.conv import convolution as by_windows
 from dpvision.grads.rules.registry import LayerCall, register
@@ -30,7 +30,10 @@ _GHOST: Final = 8
 class WinogradGradient(Share):
     """One convolution's weight gradient, in the order (K, K, I, O)."""
 
-    def __init__(self, x_NIHW: Tensor, dy_NOHW: Tensor, units: int, z_KKIO: Tensor | None = None) -> None:
+    def __init__(
+        self, layer: Winograd, x_NIHW: Tensor, dy_NOHW: Tensor, units: int, z_KKIO: Tensor | None = None
+    ) -> None:
+        self._layer = layer
         self._x = x_NIHW
         self._dy = dy_NOHW
         self._units = units
@@ -81,7 +84,8 @@ class WinogradGradient(Share):
     def formed(self) -> tuple[Tensor, Tensor]:
         """The gradients (U, K, K, I, O), and of each filter: squares, and with z also Σe and ⟨z, e⟩."""
         if self._formed is None:
-            self._formed = winograd.unit_gradients(self._x, self._dy, self._z_KKIO, self._units)
+            memory = self._layer.gradient_memory(self._units)
+            self._formed = winograd.unit_gradients(self._x, self._dy, self._z_KKIO, self._units, into_UKKIO=memory)
         return self._formed
 
 
@@ -97,7 +101,7 @@ def convolution(call: LayerCall) -> dict[str, Share]:
     if not module.takes(call.x):
         return by_windows(replace(call, module=module.layer))
     dy = channels_last(call.dy)
-    shares: dict[str, Share] = {"weight": WinogradGradient(call.x, dy, call.units)}
+    shares: dict[str, Share] = {"weight": WinogradGradient(module, call.x, dy, call.units)}
     return {**shares, **_bias(call, dy)}
 
 
@@ -109,7 +113,7 @@ def standardised(call: LayerCall) -> dict[str, Share]:
     if not module.takes(call.x):
         return standardised_by_windows(replace(call, module=module.layer))
     facts, dy = module.facts(), channels_last(call.dy)
-    used = WinogradGradient(call.x, dy, call.units, facts.z_KKIO)
+    used = WinogradGradient(module, call.x, dy, call.units, facts.z_KKIO)
     by_ghost = partial(_moments_by_ghost, call, dy, used, facts)
     known = cache(by_ghost if used.by_ghost and facts.steep else partial(_moments, used, facts))
     shares: dict[str, Share] = {
