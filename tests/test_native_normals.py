@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def _threads_as_before() -> Iterator[None]:
 
 
 def made(
-    radius_words: Words, angle_words: Words, tails: tuple[Words, Doubles] | None = None
+    radius_words: Words, angle_words: Words, tails: tuple[NDArray[np.int64], Doubles] | None = None
 ) -> tuple[Doubles, Doubles]:
     words = np.concatenate([radius_words, angle_words])
     one, other = np.split(kernels.from_words(words, *(tails or NO_TAILS)), 2)
@@ -176,13 +177,15 @@ def test_other_arrays_are_refused() -> None:
     frozen.flags.writeable = False
     scales = {"steps_per_sum": 1.0, "steps_per_normal": 1.0, "mean_per_step": 1.0}
     assert kernels.takes(words)
-    for wrong in (words.astype(np.uint32), words[::2], words.reshape(2, 4), frozen, words.astype(">u8")):
+    wrong_ones: list[Any] = [words.astype(np.uint32), words[::2], words.reshape(2, 4), frozen, words.astype(">u8")]
+    for wrong in wrong_ones:
         assert not kernels.takes(wrong)
         with pytest.raises(ArgumentError, match="words must be"):
             kernels.from_words(wrong, *NO_TAILS)
         with pytest.raises(ArgumentError, match="sums and normals must be"):
             kernels.release(np.zeros(8), wrong, **scales)
-    for tails in [(np.zeros(1, dtype=np.int64), np.zeros(2)), (np.zeros(1, dtype=np.int32), np.zeros(1))]:
+    wrong_tails: list[Any] = [(np.zeros(1, dtype=np.int64), np.zeros(2)), (np.zeros(1, dtype=np.int32), np.zeros(1))]
+    for tails in wrong_tails:
         with pytest.raises(ArgumentError, match="words must be"):
             kernels.from_words(words, *tails)
     with pytest.raises(ArgumentError, match="an even number"):

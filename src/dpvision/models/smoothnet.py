@@ -116,10 +116,13 @@ class Stage(nn.Module):
         x = x_NCHW
         for block, join, scale_norm in zip(self.blocks, self.joins, self.scale_norms, strict=True):
             y = block(x)
-            if join == "dense":
-                x = torch.cat((x, y), dim=1)
-            else:
-                x = scale_norm(x + y) if join == "residual" else y
+            match join:
+                case "dense":
+                    x = torch.cat((x, y), dim=1)
+                case "residual":
+                    x = scale_norm(x + y)
+                case "none":
+                    x = y
         return x
 
 

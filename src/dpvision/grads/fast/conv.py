@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
@@ -46,11 +47,22 @@ class _Convolve(Function):
         return winograd.convolve(channels_last(dy_NOHW), ctx.layer.filters(backward=True), None), None, None, None
 
 
-class Winograd(nn.Module):
-    """Stands in for a 3×3 convolution with stride and padding one, with its parameters.
+@final
+@dataclass(frozen=True)
+class Facts:
+    """What the per-unit gradients of a standardised convolution depend on besides pictures."""
 
-    Between ``hold`` and ``release`` what it derives from them is made only once. Inputs that don't fit go through the
-    layer itself.
+    standardisation: Standardisation
+    z_KKIO: Tensor
+    gain_O: Tensor
+    bias_O: Tensor
+    steep: bool
+
+
+class StandIn(nn.Module):
+    """Stands in for a layer, with its parameters.
+
+    Between ``hold`` and ``release`` what it derives from them is made only once.
     """
 
     def __init__(self, layer: nn.Conv2d | WSConv2d) -> None:
@@ -66,11 +78,6 @@ class Winograd(nn.Module):
         """What it stands in for."""
         return self._layers[0]
 
-    def used_weight(self) -> Tensor:
-        """The weight that the convolution uses."""
-        layer = self.layer
-        return layer.standardised_weight() if isinstance(layer, WSConv2d) else layer.weight
-
     def hold(self) -> None:
         """Keep what is derived from now on: the weights stay as they are."""
         self.release()  # a step that broke off may have left something
@@ -80,6 +87,39 @@ class Winograd(nn.Module):
         """Forget it."""
         self._holding = False
         self._held.clear()
+
+    def derived(self, name: str, make: Callable[[], T]) -> T:
+        """Something made of the weights alone, kept while that is allowed."""
+        if name in self._held:
+            return self._held[name]
+        with torch.no_grad():
+            made = make()
+        if self._holding:
+            self._held[name] = made
+        return made
+
+    def used_weight(self) -> Tensor:
+        """The weight that the convolution uses."""
+        layer = self.layer
+        return layer.standardised_weight() if isinstance(layer, WSConv2d) else layer.weight
+
+    def facts(self) -> Facts:
+        """What is derived from a standardised layer's parameters, once a step."""
+        return self.derived("facts", self._make_facts)
+
+    def _make_facts(self) -> Facts:
+        layer = self.layer
+        if not isinstance(layer, WSConv2d):
+            raise TypeError(f"not a WSConv2d: {type(layer).__name__}")
+        known = Standardisation.of(layer.weight, layer.gain, layer.eps)
+        z_KKIO = known.z_OD.view_as(layer.weight).permute(2, 3, 1, 0).contiguous()
+        gain_O = torch.ones_like(known.scale_O) if layer.gain is None else layer.gain.detach()
+        bias_O = torch.zeros_like(known.scale_O) if layer.bias is None else layer.bias.detach()
+        return Facts(known, z_KKIO, gain_O, bias_O, bool((gain_O.abs() >= _LEAST_GAIN).all()))
+
+
+class Winograd(StandIn):
+    """Stands in for a 3×3 convolution with stride and padding one; inputs that don't fit go through the layer itself."""
 
     def gradient_memory(self, units: int) -> Tensor | None:
         """Room for the weight gradients of so many units, the same in every micro-batch: fresh pages are slow to touch.
@@ -94,16 +134,6 @@ class Winograd(nn.Module):
         if room is None or room.shape[0] < units:
             room = self._held["memory"] = weight.new_empty(units, 3, 3, weight.shape[1], weight.shape[0])
         return room[:units]
-
-    def derived(self, name: str, make: Callable[[], T]) -> T:
-        """Something made of the weights alone, kept while that is allowed."""
-        if name in self._held:
-            return self._held[name]
-        with torch.no_grad():
-            made = make()
-        if self._holding:
-            self._held[name] = made
-        return made
 
     def filters(self, *, backward: bool) -> Tensor:
         """The transformed filters of the forward pass or of the input gradient."""
@@ -142,18 +172,6 @@ class WinogradConv2d(Winograd):
 
 
 @final
-@dataclass(frozen=True)
-class Facts:
-    """What the per-unit gradients of a standardised convolution depend on besides pictures."""
-
-    standardisation: Standardisation
-    z_KKIO: Tensor
-    gain_O: Tensor
-    bias_O: Tensor
-    steep: bool
-
-
-@final
 class WinogradWSConv2d(Winograd):
     """Stands in for a ``WSConv2d``."""
 
@@ -171,16 +189,15 @@ class WinogradWSConv2d(Winograd):
             and winograd.takes(in_channels=module.in_channels, out_channels=module.out_channels)
         )
 
-    def facts(self) -> Facts:
-        """Derived from the parameters, once a step."""
-        return self.derived("facts", self._make_facts)
 
-    def _make_facts(self) -> Facts:
+@final
+class HeldWSConv2d(StandIn):
+    """Stands in for a ``WSConv2d`` that Winograd's method does not take: its filters are standardised once a step."""
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """Convolve."""
         layer = self.layer
         if not isinstance(layer, WSConv2d):
             raise TypeError(f"not a WSConv2d: {type(layer).__name__}")
-        known = Standardisation.of(layer.weight, layer.gain, layer.eps)
-        z_KKIO = known.z_OD.view_as(layer.weight).permute(2, 3, 1, 0).contiguous()
-        gain_O = torch.ones_like(known.scale_O) if layer.gain is None else layer.gain.detach()
-        bias_O = torch.zeros_like(known.scale_O) if layer.bias is None else layer.bias.detach()
-        return Facts(known, z_KKIO, gain_O, bias_O, bool((gain_O.abs() >= _LEAST_GAIN).all()))
+        weight = self.derived("weight", lambda: self.used_weight().requires_grad_())
+        return F.conv2d(layer.pad(x_NCHW), weight, layer.bias, stride=layer.stride, groups=layer.groups)

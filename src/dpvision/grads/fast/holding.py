@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from dpvision.grads.fast.conv import Winograd
+from dpvision.grads.fast.conv import StandIn
 
 
 @contextmanager
 def held_through_step(network: nn.Module) -> Iterator[None]:
     """Let fast layers keep filters and memory inside the block; one micro-batch at a time."""
-    layers = [module for module in network.modules() if isinstance(module, Winograd)]
+    layers = [module for module in network.modules() if isinstance(module, StandIn)]
     for layer in layers:
         layer.hold()
     try:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from dpvision.grads.fast.conv import WinogradConv2d, WinogradWSConv2d
+from dpvision.grads.fast.conv import HeldWSConv2d, WinogradConv2d, WinogradWSConv2d
 from dpvision.grads.fast.norm import Chain, FusedNorm
 from dpvision.grads.fast.trace import traced
 from dpvision.grads.rules import rule_for
@@ -67,6 +67,8 @@ def _replace_convolutions(graph_module: fx.GraphModule) -> int:
             layer = WinogradConv2d(module)
         elif isinstance(module, WSConv2d) and WinogradWSConv2d.fits(module):
             layer = WinogradWSConv2d(module)
+        elif type(module) is WSConv2d:
+            layer = HeldWSConv2d(module)
         else:
             continue
         node.target = _put(graph_module, f"dpvision_winograd_{made}", layer)

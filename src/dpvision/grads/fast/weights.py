@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpvision.grads.fast.conv import Facts, Winograd, WinogradConv2d, WinogradWSConv2d
+from dpvision.grads.fast.conv import Facts, HeldWSConv2d, Winograd, WinogradConv2d, WinogradWSConv2d
 from dpvision.grads.fast.norm import channels_last
 from dpvision.grads.rules.conv import convolution as by_windows
 from dpvision.grads.rules.registry import LayerCall, register
@@ -111,7 +111,7 @@ def standardised(call: LayerCall) -> dict[str, Share]:
     if not isinstance(module, WinogradWSConv2d):
         raise TypeError(f"not a WinogradWSConv2d: {type(module).__name__}")
     if not module.takes(call.x):
-        return standardised_by_windows(replace(call, module=module.layer))
+        return standardised_by_windows(replace(call, module=module.layer), module.facts().standardisation)
     facts, dy = module.facts(), channels_last(call.dy)
     used = WinogradGradient(module, call.x, dy, call.units, facts.z_KKIO)
     by_ghost = partial(_moments_by_ghost, call, dy, used, facts)
@@ -121,6 +121,14 @@ def standardised(call: LayerCall) -> dict[str, Share]:
         "gain": Along(used, facts.standardisation, known),
     }
     return {**shares, **_bias(call, dy)}
+
+
+def held(call: LayerCall) -> dict[str, Share]:
+    """A standardised convolution that Winograd's method does not take."""
+    module = call.module
+    if not isinstance(module, HeldWSConv2d):
+        raise TypeError(f"not a HeldWSConv2d: {type(module).__name__}")
+    return standardised_by_windows(replace(call, module=module.layer), module.facts().standardisation)
 
 
 def _bias(call: LayerCall, dy: Tensor) -> dict[str, Share]:
@@ -147,4 +155,5 @@ def _moments_by_ghost(call: LayerCall, dy: Tensor, used: WinogradGradient, facts
 
 
 register(WinogradConv2d, rule=convolution)
+register(HeldWSConv2d, rule=held, parameters=("weight", "gain", "bias"))
 register(WinogradWSConv2d, rule=standardised, parameters=("weight", "gain", "bias"))

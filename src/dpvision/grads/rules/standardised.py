@@ -134,7 +134,7 @@ class Along(Share):
         return self._moments().along_UO
 
 
-def standardised(call: LayerCall) -> dict[str, Share]:
+def standardised(call: LayerCall, facts: Standardisation | None = None) -> dict[str, Share]:
     """Raw weight and gain from the used weight's gradient, bias as in any convolution."""
     module = call.module
     if not isinstance(module, WSConv2d):
@@ -146,7 +146,7 @@ def standardised(call: LayerCall) -> dict[str, Share]:
         geometry = _geometry(module)
         x = seen_by(geometry, module.pad(call.x), call.dy)
         used = Correlated(x, call.dy, geometry, call.units)
-        facts = Standardisation.of(module.weight, module.gain, module.eps)
+        facts = facts or Standardisation.of(module.weight, module.gain, module.eps)
         by_ghost = partial(_moments_by_ghost, call, x, geometry, facts)
         known = cache(by_ghost if used.by_ghost else partial(_moments, used, geometry, facts))
         shares["weight"] = Standardised(used, facts, known)

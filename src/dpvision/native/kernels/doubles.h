@@ -12,8 +12,6 @@ typedef double d4 __attribute__((vector_size(32)));
 typedef uint64_t u4 __attribute__((vector_size(32)));
 constexpr int DOUBLES = 4;
 
-static inline d4 all_doubles(double x) { return d4{x, x, x, x}; }
-
 // The first `count` lanes; the others are zero. Memory may hold words now and doubles later, so it is copied.
 static inline u4 load_words(const void* p, int count) {
     u4 words = {};
@@ -64,14 +62,14 @@ static inline d4 log1p_near_one(d4 f, d4 more) {
 // log(1 - x) for 0 <= x < 1, with a small relative error also near zero.
 static inline d4 log_of_rest(d4 x) {
     constexpr uint64_t BITS_OF_ONE = 0x3ff0000000000000, BITS_OF_ROOT_HALF = 0x3fe6a09e667f3bcd;
-    const d4 rest = 1 - x, rounding = (1 - rest) - x;  // exactly what 1 - x lost
+    const d4 rest = 1 - x;
     // rest = 2^k · m with m between √½ and √2. The exponent field of rest / √½ is k + 1023.
     const u4 bits = (u4)rest, exponent = (bits + (BITS_OF_ONE - BITS_OF_ROOT_HALF)) >> 52;
     const d4 k = (d4)(exponent | 0x4330000000000000) - (0x1p52 + 1023);
     const d4 m = (d4)(bits - (exponent << 52) + BITS_OF_ONE);
-    const d4 f = k == 0 ? -x : m - 1, lost = k == 0 ? all_doubles(0) : rounding / rest;
+    const d4 f = k == 0 ? -x : m - 1;  // near one nothing may be lost to the rounding of 1 - x
     // ln 2 in two parts, the first short enough for k times it to be exact.
-    return k * 0x1.62e42fefa38p-1 + log1p_near_one(f, k * 0x1.ef35793c7673p-45 + lost);
+    return k * 0x1.62e42fefa38p-1 + log1p_near_one(f, k * 0x1.ef35793c7673p-45);
 }
 
 struct Circle {
