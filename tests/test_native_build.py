@@ -28,9 +28,9 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DPVISION_NATIVE", raising=False)
     monkeypatch.delenv("CXX", raising=False)
-    building.build.cache_clear()
+    building._built.cache_clear()
     yield
-    building.build.cache_clear()
+    building._built.cache_clear()
 
 
 def compiler_script(tmp_path: Path, lines: str) -> str:
@@ -95,7 +95,7 @@ def test_a_compiler_that_writes_nonsense_is_a_reason(tmp_path: Path, monkeypatch
 def test_a_source_that_does_not_compile_is_a_reason(tmp_path: Path) -> None:
     require_compiler()
     (tmp_path / "sources" / "answer.cpp").write_text("this is not C++\n")
-    building.build.cache_clear()
+    building._built.cache_clear()
     assert_nothing_but_a_reason("error")
 
 
@@ -103,7 +103,7 @@ def test_a_cache_that_cannot_be_written_is_a_reason(tmp_path: Path, monkeypatch:
     require_compiler()
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    building.build.cache_clear()
+    building._built.cache_clear()
     assert_nothing_but_a_reason("could not be built")
 
 
@@ -121,7 +121,7 @@ def test_what_was_built_is_used_again(tmp_path: Path) -> None:
     before = [(path, path.stat().st_mtime_ns) for path in built(tmp_path)]
     assert [path.suffix for path, _ in before] == [".so"]
     identity = building.build().identity
-    building.build.cache_clear()
+    building._built.cache_clear()
     assert building.build().identity == identity
     assert [(path, path.stat().st_mtime_ns) for path in built(tmp_path)] == before
 
@@ -132,7 +132,7 @@ def test_another_source_is_another_build(tmp_path: Path, name: str) -> None:
     identity = building.build().identity
     with (tmp_path / "sources" / name).open("a") as file:
         file.write("// changed\n")
-    building.build.cache_clear()
+    building._built.cache_clear()
     assert building.build().identity != identity
     assert len(built(tmp_path)) == 2
 

@@ -6,10 +6,11 @@ from tools.mutations.accounting import ACCOUNTING
 from tools.mutations.fast import FAST
 from tools.mutations.gradients import GRADIENTS
 from tools.mutations.mutation import Mutation
+from tools.mutations.native import NATIVE
 from tools.mutations.records import LEDGER
 from tools.mutations.step import DATA, NOISE, OPTIMIZERS
 from tools.mutations.training import TRAINING
 
 __all__ = ["MUTATIONS", "Mutation"]
 
-MUTATIONS: tuple[Mutation, ...] = (*NOISE, *OPTIMIZERS, *DATA, *ACCOUNTING, *GRADIENTS, *FAST, *LEDGER, *TRAINING)
+MUTATIONS: tuple[Mutation, ...] = (*NOISE, *OPTIMIZERS, *DATA, *ACCOUNTING, *GRADIENTS, *FAST, *NATIVE, *LEDGER, *TRAINING)

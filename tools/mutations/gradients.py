@@ -49,8 +49,8 @@ GRADIENTS = (
     ),
     *mutations(
         "test_grads_guarantee",
-        "grads/engine.py",
-        ("only the last micro-batch counts", "sums[parameter] += part", "sums[parameter] = part"),
+        "grads/totals.py",
+        ("only the last micro-batch counts", "share.add_weighted_sum(self._sums.get(parameter), ", "share.add_weighted_sum(None, "),
     ),
     *mutations(
         "test_preflight",
@@ -65,7 +65,7 @@ GRADIENTS = (
     *mutations(
         "test_grads_separability",
         "grads/admission.py",
-        ("another loss is not tried", 'getattr(loss_fn, "__code__", loss_fn), channels_last', "channels_last"),
+        ("another loss is not tried", 'getattr(loss_fn, "__code__", loss_fn), speed', "speed"),
     ),
     *mutations(
         "test_preflight",

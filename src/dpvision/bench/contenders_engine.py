@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from torch import nn
 
+from dpvision import native
 from dpvision.bench.contender import CLIP_NORM, LEARNING_RATE, MOMENTUM, NOISE_MULTIPLIER, Contender, Step
 from dpvision.bench.workload import Workload
 from dpvision.flow import OrdinaryGrad
@@ -50,10 +51,11 @@ def _private(kernels: Kernels) -> Callable[[Workload], Step]:
         performance = performance_of(workload, kernels)
 
         def step() -> None:
-            clipped = clipped_sum_of_batch(
-                model, workload.row_losses, batch, clip_norm=CLIP_NORM, performance=performance
-            )
-            optimizer.step(privatize(clipped, mechanism, keys, step=optimizer.steps_taken))
+            with native.switched_off(when=kernels == "plain"):  # the noise has kernels of its own
+                clipped = clipped_sum_of_batch(
+                    model, workload.row_losses, batch, clip_norm=CLIP_NORM, performance=performance
+                )
+                optimizer.step(privatize(clipped, mechanism, keys, step=optimizer.steps_taken))
 
         return step
 

@@ -6,13 +6,14 @@ Shapes: U units, R rows per unit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Final, final
 
 import torch
 from torch import Tensor, nn
 
+from dpvision import native
 from dpvision.checks import PrivacyError, Problems
 from dpvision.flow import Batch, ClippedSum, Microbatch, Sampling
 from dpvision.grads.admission import plan_for
@@ -26,7 +27,8 @@ from dpvision.grads.refusals import movement
 from dpvision.grads.totals import Totals
 from dpvision.grads.units import LossFunction, UnitGradients, unit_gradients
 
-_MOST_UNITS: Final = 512
+_MOST_UNITS: Final = 4096
+_EVEN: Final = 8
 
 
 def clipped_sum(
@@ -69,7 +71,7 @@ def clipped_sum_of_batch(
     problems.positive("clip_norm", clip_norm)
     problems.raise_if_any()
     totals = Totals()
-    with _unmoved(model):
+    with _unmoved(model), _kernels(performance):
         for microbatch, found in _each_microbatch(model, loss_fn, batch, performance):
             real_U = microbatch.row_weights_UR.ne(0).any(1)
             totals.add(found.shares, *factors_of(found.shares, real_U, clip_norm))
@@ -84,11 +86,16 @@ def unclipped_sum_of_batch(
     It shows what clipping costs, and nothing that protects anybody may be built on it.
     """
     totals = Totals()
-    with _unmoved(model):
+    with _unmoved(model), _kernels(performance):
         for microbatch, found in _each_microbatch(model, loss_fn, batch, performance):
             ones_U = microbatch.row_weights_UR.ne(0).any(1).to(torch.float64)
             totals.add(found.shares, ones_U, None)
     return totals.gradients(trainable(model))
+
+
+def _kernels(performance: Performance) -> AbstractContextManager[None]:
+    """Native kernels, unless others were asked for."""
+    return native.switched_off(when=performance.kernels in ("plain", "compiled"))
 
 
 def _each_microbatch(
@@ -111,7 +118,9 @@ def _microbatch_size(plan: Plan, performance: Performance) -> int:
     """As asked for, or as many units as fit the memory that a micro-batch may take."""
     if performance.microbatch_size is not None:
         return performance.microbatch_size
-    return max(1, min(_MOST_UNITS, performance.memory_mib * 2**20 // max(1, plan.bytes_per_unit)))
+    fitting = performance.memory_mib * 2**20 // max(1, plan.bytes_per_unit)
+    # Whole multiples of eight share evenly among threads.
+    return max(1, min(_MOST_UNITS, fitting if fitting < _EVEN else fitting // _EVEN * _EVEN))
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dpvision.native.build import build as _build
+from dpvision.native.build import switched_off as switched_off
 
-__all__ = ["available", "identity", "reason"]
+__all__ = ["available", "identity", "reason", "switched_off"]
 
 
 def available() -> bool:

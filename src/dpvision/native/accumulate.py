@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dpvision.checks import ArgumentError
-from dpvision.native.build import build
+from dpvision.native.build import build, loaded
 
 
 def takes(total: Tensor, parts: Tensor) -> bool:
@@ -46,10 +46,7 @@ def _fits(x: Tensor, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _kernel() -> Callable[..., None]:
-    library = build().library
-    if library is None:
-        raise ArgumentError(f"the native kernels are not there: {build().reason}. Use `takes` first.")
-    function = library["dpvision_add_weighted"]
+    function = loaded()["dpvision_add_weighted"]
     function.argtypes = [*[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3, ctypes.c_int]
     function.restype = None
     return function

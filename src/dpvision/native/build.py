@@ -10,11 +10,16 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
 import torch
+
+from dpvision.checks import ArgumentError
 
 SWITCH: Final = "DPVISION_NATIVE"
 _SOURCES: Final = Path(__file__).parent / "kernels"
@@ -33,9 +38,34 @@ class Build:
     reason: str = ""
 
 
-@functools.cache
+_switched_off: Final[ContextVar[bool]] = ContextVar("switched_off", default=False)
+
+
 def build() -> Build:
-    """The kernels for this machine, compiled if need be."""
+    """The kernels for this machine, compiled if need be; none inside ``switched_off``."""
+    return _without("switched off for this computation") if _switched_off.get() else _built()
+
+
+def loaded() -> ctypes.CDLL:
+    """The kernels, for those who asked whether there are any."""
+    found = build()
+    if found.library is None:
+        raise ArgumentError(f"the native kernels are not there: {found.reason}. Ask `takes` first.")
+    return found.library
+
+
+@contextmanager
+def switched_off(*, when: bool = True) -> Iterator[None]:
+    """No kernels inside: everything goes PyTorch's own way."""
+    token = _switched_off.set(when or _switched_off.get())
+    try:
+        yield
+    finally:
+        _switched_off.reset(token)
+
+
+@functools.cache
+def _built() -> Build:
     if os.environ.get(SWITCH, "1") == "0":
         return _without(f"switched off by {SWITCH}=0")
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")

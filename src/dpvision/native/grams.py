@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dpvision.checks import ArgumentError, Problems
+from dpvision.checks import Problems
 from dpvision.native import channels_last
-from dpvision.native.build import build
+from dpvision.native.build import build, loaded
 
 
 def takes(x_gram_UTT: Tensor) -> bool:
@@ -36,10 +36,7 @@ def shifted_gram_norms_sq(x_gram_UTT: Tensor, dy_gram_UTT: Tensor, height: int, 
 
 @functools.cache
 def _kernel() -> Callable[..., None]:
-    library = build().library
-    if library is None:
-        raise ArgumentError(f"the native kernels are not there: {build().reason}. Use `takes` first.")
-    function = library["dpvision_shifted_gram_norms_sq"]
+    function = loaded()["dpvision_shifted_gram_norms_sq"]
     function.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 3, ctypes.c_int]
     function.restype = None
     return function

@@ -15,9 +15,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from dpvision.checks import ArgumentError, Problems
+from dpvision.checks import Problems
 from dpvision.native import channels_last
-from dpvision.native.build import build
+from dpvision.native.build import build, loaded
 
 MOMENTS: Final = 4
 
@@ -46,10 +46,7 @@ def channel_sums(dy_NCHW: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel(name: str, tensors: int) -> Callable[..., None]:
-    library = build().library
-    if library is None:
-        raise ArgumentError(f"the native kernels are not there: {build().reason}. Use `takes` first.")
-    function = library[name]
+    function = loaded()[name]
     function.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * tensors, ctypes.c_int]
     function.restype = None
     return function

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dpvision.checks import ArgumentError, Problems
 from dpvision.native import channels_last
-from dpvision.native.build import build
+from dpvision.native.build import build, loaded
 
 # The numbers are those of with_activation in kernels/activations.h.
 ACTIVATIONS: Final[dict[str, int]] = {"none": 0, "relu": 1, "mish": 2, "tanh": 3, "silu": 4, "selu": 5, "elu": 6}
@@ -118,10 +118,7 @@ def _check(x: Tensor, gamma: Tensor | None, beta: Tensor | None, settings: _Sett
 
 @functools.cache
 def _kernel(name: str, tensors: int) -> Callable[..., None]:
-    library = build().library
-    if library is None:
-        raise ArgumentError(f"the native kernels are not there: {build().reason}. Use `takes` first.")
-    function = library[name]
+    function = loaded()[name]
     function.argtypes = [ctypes.POINTER(_Task), *[ctypes.c_void_p] * tensors]
     function.restype = None
     return function

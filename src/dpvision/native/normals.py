@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from dpvision.checks import ArgumentError
-from dpvision.native.build import build
+from dpvision.native.build import build, loaded
 
 
 def takes(array: NDArray[Any]) -> bool:
@@ -70,10 +70,7 @@ def _fits(array: NDArray[Any], *dtypes: type) -> bool:
 
 @functools.cache
 def _kernel(name: str, *arguments: type) -> Callable[..., None]:
-    library = build().library
-    if library is None:
-        raise ArgumentError(f"the native kernels are not there: {build().reason}. Use `takes` first.")
-    function = library[name]
+    function = loaded()[name]
     function.argtypes = [*arguments, ctypes.c_int]
     function.restype = None
     return function

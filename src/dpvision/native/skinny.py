@@ -12,8 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from dpvision.checks import ArgumentError, Problems
-from dpvision.native.build import build
+from dpvision.checks import Problems
+from dpvision.native.build import build, loaded
 
 MOST_OUTPUTS: Final = 10
 """Measured on a CPU with AVX-512: above about as many, matrix products are as fast."""
@@ -42,10 +42,7 @@ def _fits(x: Tensor, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def _kernel() -> Callable[..., None]:
-    library = build().library
-    if library is None:
-        raise ArgumentError(f"the native kernels are not there: {build().reason}. Use `takes` first.")
-    function = library["dpvision_outer_sum"]
+    function = loaded()["dpvision_outer_sum"]
     function.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 4, ctypes.c_int]
     function.restype = None
     return function

@@ -119,7 +119,7 @@ class StandIn(nn.Module):
 
 
 class Winograd(StandIn):
-    """Stands in for a 3×3 convolution with stride and padding one; inputs that don't fit go through the layer itself."""
+    """Stands in for a 3×3 convolution of stride and padding one; inputs that don't fit go through the layer itself."""
 
     def gradient_memory(self, units: int) -> Tensor | None:
         """Room for the weight gradients of so many units, the same in every micro-batch: fresh pages are slow to touch.

@@ -1,0 +1,48 @@
+"""Breakages of the native kernels: each is compiled anew, and the tests of its kernel must notice."""
+
+from __future__ import annotations
+
+from tools.mutations.mutation import mutations
+
+NATIVE = (
+    *mutations(
+        "test_native_winograd",
+        "native/kernels/winograd_gradient.cpp",
+        ("a dead row is added", "if (!rows.factors || rows.factors[row] != 0.f) chosen", "if (true) chosen"),
+        ("rows are not weighted", "tile.factor = rows.factors ? rows.factors[row] : 1.f;", "tile.factor = 1.f;"),
+        ("a unit is its first row", "shape.rows /= units;", "shape.rows = 1;"),
+        ("old moments stay", "std::fill(moments, moments + count, 0.0);", ""),
+    ),
+    *mutations(
+        "test_native_norm_act",
+        "native/kernels/norm_act_backward.cpp",
+        ("the norm's gradient keeps its own direction", "- p.normed * f.pull", ""),
+    ),
+    *mutations(
+        "test_native_grams",
+        "native/kernels/grams.cpp",
+        ("an overflow passes as finite", "if (!std::isfinite(total)) return std::fabs(total);", ""),
+        ("windows reach around the edge", "right[t] = t % width + 1 < width;", "right[t] = t + 1 < size;"),
+        ("what rounding hides is not added", "16 * EPSILON * diagonal", "0 * EPSILON * diagonal"),
+    ),
+    *mutations(
+        "test_native_normals",
+        "native/kernels/normals.cpp",
+        ("native normals lose their tails", "tails.overwrite(radii, first, last);", ""),
+        ("native normals are one percent too small", "* -2.0)", "* -1.98)"),
+        ("the sum is not rounded to the grid", "std::rint(sums[i] * steps_per_sum)", "(sums[i] * steps_per_sum)"),
+        ("the noise is not rounded to the grid", "std::rint(normals[i] * steps_per_normal)", "(normals[i] * steps_per_normal)"),
+    ),
+    *mutations(
+        "test_native_skinny",
+        "native/kernels/accumulate.cpp",
+        ("dead units are added", "if (factor_U[u] != 0) {", "{"),
+        ("sums in float32", "factors[u] * double(parts[u][d])", "float(factors[u]) * parts[u][d]"),
+    ),
+    *mutations(
+        "test_native_skinny",
+        "native/kernels/skinny.cpp",
+        ("dead rows are added", "if (factor_N[n] != 0) rows", "rows"),
+        ("the head is not clipped", "float(factor_N[rows[r]] * g_NO", "float(g_NO"),
+    ),
+)
