@@ -232,3 +232,46 @@ def test_a_convolutions_running_sum_is_the_same_in_every_layout() -> None:
         total = share.add_weighted_sum(total, factor, None)
     assert total is not None
     torch.testing.assert_close(total, sum(found, torch.zeros(4, 3, 3, 3, dtype=torch.float64)), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "outputs"), [(0, 5, 3), (1, 1, 1), (3, 7, 2), (5, 520, 10), (8, 2048, 6)])
+def test_the_output_and_the_rows_squares_are_those_of_float64(
+    rows: int, columns: int, outputs: int, bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, columns, generator=generator)
+    weight = torch.randn(outputs, columns, generator=generator)
+    shift = torch.randn(outputs, generator=generator) if bias else None
+    y, squares = skinny.forward(x, weight, shift)
+    true = torch.nn.functional.linear(x.double(), weight.double(), None if shift is None else shift.double())
+    # Sums of up to 2048 products in float32 lanes: a few units in the last place of ‖x‖‖w‖.
+    torch.testing.assert_close(y.double(), true, atol=2e-6 * columns**0.5 + 1e-6, rtol=1e-5)
+    torch.testing.assert_close(squares, x.double().square().sum(1), atol=0, rtol=1e-6)
+
+
+def test_the_output_does_not_depend_on_threads_and_a_nan_stays_in_its_row() -> None:
+    x = torch.randn(301, 700, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(10, 700, generator=torch.Generator().manual_seed(1))
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(skinny.forward(x, weight, None))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    broken = x.clone()
+    broken[4, 3] = float("nan")
+    y, squares = skinny.forward(broken, weight, None)
+    rest = [n for n in range(301) if n != 4]
+    assert bool(y[4].isnan().all())
+    assert bool(squares[4].isnan())
+    assert torch.equal(y[rest], found[0][0][rest])
+    assert torch.equal(squares[rest], found[0][1][rest])
+
+
+def test_a_weight_of_another_shape_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="for 4 inputs"):
+        skinny.forward(torch.ones(2, 4), torch.ones(3, 5), None)

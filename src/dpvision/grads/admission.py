@@ -83,8 +83,8 @@ def _twin(model: nn.Module, probe: Microbatch, performance: Performance) -> nn.M
     kernels = performance.kernels
     if kernels == "native" and not native.available():
         raise ArgumentError(f"native kernels are not at hand: {native.reason()}. Choose kernels auto or plain.")
-    pictures = probe.inputs.dim() == 4 and probe.inputs.dtype == torch.float32 and probe.inputs.device.type == "cpu"
-    if kernels == "plain" or not performance.channels_last or not pictures:
+    fits = probe.inputs.dtype == torch.float32 and probe.inputs.device.type == "cpu"
+    if kernels == "plain" or not performance.channels_last or not fits:
         return None
     if kernels == "auto" and not native.available():
         return None

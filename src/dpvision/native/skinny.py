@@ -1,4 +1,4 @@
-"""Linear layers with few outputs: the weight gradient summed over rows, as fast as the inputs can be read."""
+"""Linear layers with few outputs: output and summed weight gradient, as fast as the inputs can be read."""
 
 # N rows, I in, O out
 
@@ -25,6 +25,11 @@ def takes(a_NI: Tensor, g_NO: Tensor) -> bool:
     return build().library is not None and fits and g_NO.shape[1] <= MOST_OUTPUTS
 
 
+def forward(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``x wᵀ + bias``, and each row's ‖x‖² in float64, to a relative 1e-6."""
+    return _forward(x_NI, weight_OI, bias_O)
+
+
 def outer_sum(a_NI: Tensor, g_NO: Tensor, factor_N: Tensor) -> Tensor:
     """``Σ_n factor_n · g_n aᵀ_n`` as sum_OI in float64; ``factor_N`` is float64.
 
@@ -41,9 +46,9 @@ def _fits(x: Tensor, dtype: torch.dtype) -> bool:
 
 
 @functools.cache
-def _kernel() -> Callable[..., None]:
-    function = loaded()["dpvision_outer_sum"]
-    function.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 4, ctypes.c_int]
+def _kernel(name: str, pointers: int) -> Callable[..., None]:
+    function = loaded()[f"dpvision_{name}"]
+    function.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * pointers, ctypes.c_int]
     function.restype = None
     return function
 
@@ -66,10 +71,41 @@ def _outer_sum(a: Tensor, g: Tensor, factor: Tensor) -> Tensor:
     (rows, columns), outputs = a.shape, g.shape[1]
     sums = a.new_empty((outputs, columns), dtype=torch.float64)
     tensors = (a.data_ptr(), g.data_ptr(), factor.data_ptr(), sums.data_ptr())
-    _kernel()(rows, columns, outputs, *tensors, torch.get_num_threads())
+    _kernel("outer_sum", 4)(rows, columns, outputs, *tensors, torch.get_num_threads())
     return sums
 
 
 @_outer_sum.register_fake
 def _(a: Tensor, g: Tensor, factor: Tensor) -> Tensor:  # noqa: ARG001
     return a.new_empty((g.shape[1], a.shape[1]), dtype=torch.float64)
+
+
+@torch.library.custom_op(
+    "dpvision::skinny_forward",
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)",
+)
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    (rows, columns), outputs = x.shape, weight.shape[0]
+    y, squares = x.new_empty((rows, outputs)), x.new_empty((rows,), dtype=torch.float64)
+    problems = Problems()
+    problems.require(takes(x, y), f"x {tuple(x.shape)} and {outputs} outputs do not fit this kernel. Use `takes`.")
+    given = [weight] if bias is None else [weight, bias]
+    problems.require(
+        all(_fits(tensor, torch.float32) for tensor in given)
+        and weight.shape == (outputs, columns)
+        and (bias is None or bias.shape == (outputs,)),
+        f"weight and bias must be contiguous float32 for {columns} inputs, got {[tuple(one.shape) for one in given]}.",
+    )
+    problems.raise_if_any()
+    tensors = (x, weight, bias, y, squares)
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    _kernel("skinny_forward", 5)(rows, columns, outputs, *pointers, torch.get_num_threads())
+    return y, squares
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    rows = x.shape[0]
+    return x.new_empty((rows, weight.shape[0])), x.new_empty((rows,), dtype=torch.float64)

@@ -5,9 +5,8 @@ Shapes: N rows, U units, I in, O out, K kernel (3), H height, W width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, final
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
 from dpvision.grads.fast.norm import channels_last, is_channels_last
+from dpvision.grads.fast.stand_in import StandIn
 from dpvision.grads.rules.standardised import Standardisation
 from dpvision.models.layers import WSConv2d
 from dpvision.native import winograd
@@ -24,8 +24,6 @@ _LEAST_SIDE: Final = 3
 
 _LEAST_GAIN: Final = 0.01
 """Below this, a filter's own output says too little about ⟨z, e⟩."""
-
-T = TypeVar("T")
 
 
 class _Convolve(Function):
@@ -59,44 +57,8 @@ class Facts:
     steep: bool
 
 
-class StandIn(nn.Module):
-    """Stands in for a layer, with its parameters.
-
-    Between ``hold`` and ``release`` what it derives from them is made only once.
-    """
-
-    def __init__(self, layer: nn.Conv2d | WSConv2d) -> None:
-        super().__init__()
-        for name, parameter in layer.named_parameters():
-            self.register_parameter(name, parameter)
-        self._layers = [layer]  # in a list: not a child, so that each parameter has one owner here
-        self._holding = False
-        self._held: dict[str, Any] = {}
-
-    @property
-    def layer(self) -> nn.Conv2d | WSConv2d:
-        """What it stands in for."""
-        return self._layers[0]
-
-    def hold(self) -> None:
-        """Keep what is derived from now on: the weights stay as they are."""
-        self.release()  # a step that broke off may have left something
-        self._holding = True
-
-    def release(self) -> None:
-        """Forget it."""
-        self._holding = False
-        self._held.clear()
-
-    def derived(self, name: str, make: Callable[[], T]) -> T:
-        """Something made of the weights alone, kept while that is allowed."""
-        if name in self._held:
-            return self._held[name]
-        with torch.no_grad():
-            made = make()
-        if self._holding:
-            self._held[name] = made
-        return made
+class ConvStandIn(StandIn[nn.Conv2d | WSConv2d]):
+    """Stands in for a convolution."""
 
     def used_weight(self) -> Tensor:
         """The weight that the convolution uses."""
@@ -118,7 +80,7 @@ class StandIn(nn.Module):
         return Facts(known, z_KKIO, gain_O, bias_O, bool((gain_O.abs() >= _LEAST_GAIN).all()))
 
 
-class Winograd(StandIn):
+class Winograd(ConvStandIn):
     """Stands in for a 3×3 convolution of stride and padding one; inputs that don't fit go through the layer itself."""
 
     def gradient_memory(self, units: int) -> Tensor | None:
@@ -191,7 +153,7 @@ class WinogradWSConv2d(Winograd):
 
 
 @final
-class HeldWSConv2d(StandIn):
+class HeldWSConv2d(ConvStandIn):
     """Stands in for a ``WSConv2d`` that Winograd's method does not take: its filters are standardised once a step."""
 
     def forward(self, x_NCHW: Tensor) -> Tensor:

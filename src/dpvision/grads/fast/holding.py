@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from dpvision.grads.fast.conv import StandIn
+from dpvision.grads.fast.stand_in import StandIn
 
 
 @contextmanager

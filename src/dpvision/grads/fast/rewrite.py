@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from dpvision.grads.fast.conv import HeldWSConv2d, WinogradConv2d, WinogradWSConv2d
+from dpvision.grads.fast.linear import SkinnyLinear
 from dpvision.grads.fast.norm import Chain, FusedNorm
 from dpvision.grads.fast.trace import traced
 from dpvision.grads.rules import rule_for
@@ -48,7 +49,7 @@ def fast_twin(model: nn.Module, *, compiled: bool = False) -> fx.GraphModule | N
         return None
     made = _fuse_norms(graph_module, compiled=compiled)
     if not compiled:
-        made += _replace_convolutions(graph_module)
+        made += _replace_convolutions(graph_module) + _replace_linears(graph_module)
     if not made:
         return None
     graph_module.graph.lint()
@@ -73,6 +74,16 @@ def _replace_convolutions(graph_module: fx.GraphModule) -> int:
             continue
         node.target = _put(graph_module, f"dpvision_winograd_{made}", layer)
         made += 1
+    return made
+
+
+def _replace_linears(graph_module: fx.GraphModule) -> int:
+    made = 0
+    for node in list(graph_module.graph.nodes):
+        module = _module_of(graph_module, node)
+        if type(module) is nn.Linear and _answered_for(module) and SkinnyLinear.fits(module) and len(node.args) == 1:
+            node.target = _put(graph_module, f"dpvision_linear_{made}", SkinnyLinear(module))
+            made += 1
     return made
 
 

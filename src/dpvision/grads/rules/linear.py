@@ -27,9 +27,10 @@ from dpvision.native import skinny
 class OuterProducts(Share):
     """The weight gradient ``Σ_t g_t a_tᵀ`` of each unit, kept as its factors."""
 
-    def __init__(self, a_UTI: Tensor, g_UTO: Tensor) -> None:
+    def __init__(self, a_UTI: Tensor, g_UTO: Tensor, squares_N: Tensor | None = None) -> None:
         self._a_UTI = a_UTI
         self._g_UTO = g_UTO
+        self._squares_N = squares_N
         self._formed: Tensor | None = None
 
     @property
@@ -37,6 +38,8 @@ class OuterProducts(Share):
         return 0 if self._formed is None else self._formed.nbytes
 
     def norms_sq(self) -> Tensor:
+        if self._squares_N is not None and self._a_UTI.shape[1] == 1:
+            return self._squares_N * sum_of_squares(self._g_UTO)
         entries = self._a_UTI.shape[2] * self._g_UTO.shape[2]
         if ghost_pays(positions=self._a_UTI.shape[1], entries=entries):
             return gram_norms_sq(self._a_UTI, self._g_UTO)
@@ -62,13 +65,13 @@ class OuterProducts(Share):
         return self._formed
 
 
-def linear(call: LayerCall) -> dict[str, Share]:
-    """Weight from outer products, bias from the output gradient alone."""
+def linear(call: LayerCall, squares_N: Tensor | None = None) -> dict[str, Share]:
+    """Weight from outer products, bias from the output gradient alone; ``squares_N`` is ‖x‖² of the rows, if known."""
     a_UTI = call.x.reshape(call.units, -1, call.x.shape[-1])
     g_UTO = call.dy.reshape(call.units, -1, call.dy.shape[-1])
     shares: dict[str, Share] = {}
     if "weight" in call.wanted:
-        shares["weight"] = OuterProducts(a_UTI, g_UTO)
+        shares["weight"] = OuterProducts(a_UTI, g_UTO, squares_N)
     if "bias" in call.wanted:
         shares["bias"] = Kept(g_UTO.sum(1))
     return shares
