@@ -95,11 +95,13 @@ class WSConv2d(nn.Module):
 
     def standardised_weight(self) -> Tensor:
         """The filters that the convolution uses."""
-        var_O, mean_O = torch.var_mean(self.weight, dim=(1, 2, 3), correction=0, keepdim=True)
-        scale_O = (var_O * self.weight[0].numel()).clamp(min=self.eps).rsqrt()
+        weight_OD = self.weight.flatten(1)
+        centred_OD = weight_OD - weight_OD.mean(1, keepdim=True)
+        # Biased variance times fan-in is the sum of squares.
+        scale_O = centred_OD.square().sum(1).clamp(min=self.eps).rsqrt()
         if self.gain is not None:
-            scale_O = scale_O * self.gain.view(-1, 1, 1, 1)
-        return (self.weight - mean_O) * scale_O
+            scale_O = scale_O * self.gain
+        return (centred_OD * scale_O[:, None]).view_as(self.weight)
 
     def pad(self, x_NCHW: Tensor) -> Tensor:
         """The input with its padding, so that the convolution itself needs none."""
