@@ -163,7 +163,7 @@ def test_what_is_expected_to_be_fused_is_fused() -> None:
     layers = _twin_layers(seeded(NETWORKS["torchvision style"]))
     chains = [(layer.chain.activation, layer.chain.norm_first) for layer in layers if isinstance(layer, FusedNorm)]
     assert chains == [("tanh", True), ("silu", True), ("none", True)]
-    assert sum(isinstance(layer, WinogradConv2d) for layer in layers) == 2
+    assert sum(isinstance(layer, WinogradConv2d) for layer in layers) == 3
     assert not any(isinstance(layer, nn.GroupNorm | nn.SiLU) for layer in layers)
     standardised = _twin_layers(seeded(NETWORKS["standardised"]))
     assert sum(isinstance(layer, WinogradWSConv2d) for layer in standardised) == 2

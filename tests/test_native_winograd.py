@@ -19,7 +19,7 @@ from dpvision.native import winograd
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.reason()}")
 
 SIZES = [(1, 1), (3, 5), (4, 4), (7, 9), (33, 17)]
-CHANNELS = [(16, 16), (48, 48), (64, 32)]
+CHANNELS = [(16, 16), (64, 32), (16, 20), (67, 64), (33, 17), (1, 16), (5, 3)]
 # Float32 rounding, enlarged by the transforms' factors of up to 8: about 1e-6 in fact.
 TOLERANCE = 1e-5
 
@@ -108,10 +108,11 @@ def test_the_summed_gradient_is_the_weighted_sum_over_rows(
     assert error(winograd.summed_gradient(x, dy, factor), expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize("channels", [(64, 48), (67, 64), (33, 17), (5, 3)])
 @pytest.mark.parametrize("size", SIZES)
-def test_moments_are_those_of_the_gradient_that_is_returned(size: tuple[int, int]) -> None:
-    x, dy = pictures(6, 64, size), pictures(6, 48, size, 1)
-    z = torch.randn(3, 3, 64, 48, generator=torch.Generator().manual_seed(2))
+def test_moments_are_those_of_the_gradient_that_is_returned(size: tuple[int, int], channels: tuple[int, int]) -> None:
+    x, dy = (pictures(6, count, size, seed) for seed, count in enumerate(channels))
+    z = torch.randn(3, 3, *channels, generator=torch.Generator().manual_seed(2))
     gradient, moments = winograd.unit_gradients(x, dy, z, 3)
     exact = gradient.double().flatten(1, 3)
     inner = exact * z.double().flatten(0, 2)
@@ -163,17 +164,21 @@ def test_one_units_values_do_not_reach_another_unit() -> None:
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 9), (33, 33)])
+@pytest.mark.parametrize("channels", [(48, 64), (35, 50)])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_results_do_not_depend_on_the_number_of_threads(rows: int, size: tuple[int, int]) -> None:
-    x, dy, weight = pictures(rows, 48, size), pictures(rows, 64, size, 1), filters(48, 64)
+def test_results_do_not_depend_on_the_number_of_threads(
+    rows: int, channels: tuple[int, int], size: tuple[int, int]
+) -> None:
+    x, dy, weight = pictures(rows, channels[0], size), pictures(rows, channels[1], size, 1), filters(*channels)
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         transformed = winograd.transform(weight, backward=False)
-        gradient, moments = winograd.unit_gradients(x, dy, torch.ones(3, 3, 48, 64), rows)
+        gradient, moments = winograd.unit_gradients(x, dy, torch.ones(3, 3, *channels), rows)
         together, _ = winograd.unit_gradients(x, dy, None, 1)
         summed = winograd.summed_gradient(x, dy, torch.linspace(0.1, 1, rows))
-        results.append((transformed, winograd.convolve(x, transformed, None), gradient, moments, together, summed))
+        y = winograd.convolve(x, transformed, None)
+        results.append((transformed.values, y, gradient, moments, together, summed))
     for one, other in pairwise(results):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -189,14 +194,46 @@ def test_filters_may_lie_in_memory_in_any_order() -> None:
     turned = weight.contiguous(memory_format=torch.channels_last)
     for backward in (False, True):
         expected = winograd.transform(weight, backward=backward)
-        assert torch.equal(winograd.transform(turned, backward=backward), expected)
+        assert torch.equal(winograd.transform(turned, backward=backward).values, expected.values)
 
 
-def test_kernels_take_channels_in_multiples_of_sixteen_only() -> None:
+def test_filters_are_filled_up_with_zeros() -> None:
+    for backward, channels in ((False, (5, 17)), (True, (17, 5))):
+        transformed = winograd.transform(filters(*channels), backward=backward)
+        assert (transformed.out_channels, transformed.values.shape) == (17, (36, 2, 5, 16))
+        assert torch.equal(transformed.values[:, 1, :, 1:], torch.zeros(36, 5, 15))
+
+
+def test_kernels_take_any_number_of_channels_but_none() -> None:
     assert winograd.takes(in_channels=16, out_channels=48)
-    assert not winograd.takes(in_channels=24, out_channels=16)
-    assert not winograd.takes(in_channels=16, out_channels=3)
+    assert winograd.takes(in_channels=67, out_channels=1)
     assert not winograd.takes(in_channels=0, out_channels=16)
+    assert not winograd.takes(in_channels=16, out_channels=0)
+
+
+@pytest.mark.parametrize("channels", [(5, 3), (33, 17)])
+def test_nothing_beyond_a_pixels_channels_is_read_or_written(channels: tuple[int, int]) -> None:
+    """Pictures and gradients lie between NaNs, which must neither get in nor be overwritten."""
+    weight, border = filters(*channels), 64
+
+    def bordered(*shape: int) -> tuple[Tensor, Tensor]:
+        count = torch.Size(shape).numel()
+        memory = torch.full((count + 2 * border,), float("nan"))
+        return memory, memory[border : border + count].view(shape)
+
+    x_memory, x = bordered(2, 7, 9, channels[0])
+    dy_memory, dy = bordered(2, 7, 9, channels[1])
+    memory, gradient = bordered(2, 3, 3, *channels)
+    x.normal_(generator=torch.Generator().manual_seed(0))
+    dy.normal_(generator=torch.Generator().manual_seed(1))
+    x, dy = x.permute(0, 3, 1, 2), dy.permute(0, 3, 1, 2)
+    _, moments = winograd.unit_gradients(x, dy, torch.ones(3, 3, *channels), 2, into_UKKIO=gradient)
+    for whole in (x_memory, dy_memory, memory):
+        assert whole[:border].isnan().all()
+        assert whole[-border:].isnan().all()
+    y = winograd.convolve(x, winograd.transform(weight, backward=False), torch.ones(channels[1]))
+    dx = winograd.convolve(dy, winograd.transform(weight, backward=True), None)
+    assert all(part.isfinite().all() for part in (gradient, moments, y, dx))
 
 
 def test_what_the_kernels_cannot_read_is_refused() -> None:
@@ -206,14 +243,15 @@ def test_what_the_kernels_cannot_read_is_refused() -> None:
             winograd.unit_gradients(bad, x, None, 2)
     with pytest.raises(ArgumentError, match="x_NCHW must be"):
         winograd.convolve(x.contiguous(), transformed, None)
-    with pytest.raises(ArgumentError, match="transformed must be"):
+    with pytest.raises(ArgumentError, match="filters must be what transform"):
         winograd.convolve(pictures(2, 32, (4, 4)), transformed, None)
+    with pytest.raises(ArgumentError, match="filters must be what transform"):
+        winograd.convolve(x, winograd.Filters(transformed.values, 17), None)
     with pytest.raises(ArgumentError, match="bias_O must be"):
         winograd.convolve(x, transformed, torch.zeros(32))
-    with pytest.raises(ArgumentError, match="multiples of 16"):
-        winograd.transform(filters(8, 16), backward=False)
-    with pytest.raises(ArgumentError, match="3×3"):
-        winograd.transform(torch.zeros(16, 16, 1, 1), backward=False)
+    for bad in (torch.zeros(16, 16, 1, 1), torch.zeros(0, 16, 3, 3), torch.zeros(16, 3, 3)):
+        with pytest.raises(ArgumentError, match="3×3"):
+            winograd.transform(bad, backward=False)
     with pytest.raises(ArgumentError, match="agree in rows"):
         winograd.summed_gradient(x, x[:1], torch.ones(2))
     with pytest.raises(ArgumentError, match="factor_N must be 2"):
@@ -256,7 +294,7 @@ def test_operators_keep_the_rules_of_torch_library() -> None:
     transformed = winograd.transform(weight, backward=False)
     calls = {
         "transform": (weight, True),
-        "convolve": (x, transformed, torch.zeros(16)),
+        "convolve": (x, transformed.values, 16, torch.zeros(16)),
         "unit_gradients": (x, x, torch.zeros(3, 3, 16, 16), torch.zeros(2, 3, 3, 16, 16)),
         "summed_gradient": (x, x, torch.ones(2)),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dpvision.grads.admission import plan_for
 from dpvision.grads.engine import clipped_sum, clipped_sum_of_batch, unclipped_sum_of_batch
 from dpvision.grads.ordinary import ordinary_gradient
 from dpvision.grads.performance import Performance
@@ -15,6 +16,7 @@ __all__ = [
     "clipped_sum",
     "clipped_sum_of_batch",
     "ordinary_gradient",
+    "plan_for",
     "preflight",
     "require_private_ready",
     "unclipped_sum_of_batch",

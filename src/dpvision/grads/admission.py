@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +23,18 @@ from dpvision.grads.units import LossFunction, row_losses
 _UNITS: Final = 2
 """Two units are enough to notice each other; every more would cost memory in a large model."""
 
-_KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, Plan]] = WeakKeyDictionary()
+
+@final
+@dataclass(frozen=True)
+class _Known:
+    """A plan, what it was made for, and the parts of the model, kept so that nothing else can take their identity."""
+
+    signature: Any
+    plan: Plan
+    parts: list[Any]
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
 
 
 def plan_for(
@@ -33,30 +45,25 @@ def plan_for(
     Guarantee: raises PrivacyError for a model that mixes units, moves buffers, or whose gradients can't be had.
     """
     performance = performance or Performance()
-    speed = (performance.channels_last, performance.kernels)
+    speed = (performance.channels_last, performance.kernels, native.available())
     signature = (_signature(model, microbatch), getattr(loss_fn, "__code__", loss_fn), speed)
     known = _KNOWN.get(model)
-    if known is None or known[0] != signature:
+    if known is None or known.signature != signature:
         plan, proved = _make(model, loss_fn, microbatch, performance)
         if not proved:
             # Nothing can be compared while gradients are not finite; such units contribute zero in any case.
             return plan
-        known = (signature, plan)
+        known = _Known(signature, plan, [*list(model.modules())[1:], *model.parameters(), *model.buffers()])
         _KNOWN[model] = known
-    return known[1]
+    return known.plan
 
 
 def _signature(model: nn.Module, microbatch: Microbatch) -> Any:
-    modules = tuple((name, id(module), _switches(module)) for name, module in model.named_modules())
+    modules = tuple((name, id(module), module.training) for name, module in model.named_modules())
     parameters = tuple((name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False))
     inputs = microbatch.inputs
     rows = (inputs.shape[1:], inputs.dtype, inputs.device, microbatch.row_weights_UR.shape[1])
     return modules, parameters, rows, frozen_values(model)
-
-
-def _switches(module: nn.Module) -> tuple[Any, ...]:
-    """Attributes that may send a forward pass another way, ``training`` among them."""
-    return tuple((name, value) for name, value in vars(module).items() if isinstance(value, (bool, str)))
 
 
 def _make(

@@ -49,7 +49,7 @@ class Call:
         """Refuse inputs that were overwritten after the module read them: the gradient would be of something else."""
         if any(tensor._version != version for tensor, version in self.versions):
             raise PrivacyError(
-                f"the input of {self.duty.label} was changed in place, so its gradient can't be computed. "
+                f"the input or output of {self.duty.label} was changed in place, so its gradient can't be computed. "
                 "Replace the in-place operation on that tensor by an ordinary one."
             )
 
@@ -111,6 +111,7 @@ def _after_rule(duty: Duty, calls: list[Call]) -> Callable[..., Any]:
         call = _record(duty, _Entry(inputs, {}, _versions(inputs)), [seen])
         if getattr(duty.module, "keeps_output", False):
             call.y = seen.detach()
+            call.versions.append((seen, seen._version))  # overwritten later, it would say something else
         calls.append(call)
         return seen
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dpvision.grads.shares import Share
 
-SLACK: Final = 8
+SLACK: Final = 32
 """Room below ``clip_norm`` in units of the parameters' rounding, so that rounding can't push a unit above it."""
 
 

@@ -5,8 +5,8 @@ Shapes: U units, R rows per unit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -71,8 +71,9 @@ def clipped_sum_of_batch(
     problems.positive("clip_norm", clip_norm)
     problems.raise_if_any()
     totals = Totals()
-    with _unmoved(model), _kernels(performance):
-        for microbatch, found in _each_microbatch(model, loss_fn, batch, performance):
+    each = _each_microbatch(model, loss_fn, batch, performance)
+    with _unmoved(model), _kernels(performance), closing(each):
+        for microbatch, found in each:
             real_U = microbatch.row_weights_UR.ne(0).any(1)
             totals.add(found.shares, *factors_of(found.shares, real_U, clip_norm))
     return ClippedSum(totals.gradients(trainable(model)), clip_norm)
@@ -86,8 +87,9 @@ def unclipped_sum_of_batch(
     It shows what clipping costs, and nothing that protects anybody may be built on it.
     """
     totals = Totals()
-    with _unmoved(model), _kernels(performance):
-        for microbatch, found in _each_microbatch(model, loss_fn, batch, performance):
+    each = _each_microbatch(model, loss_fn, batch, performance)
+    with _unmoved(model), _kernels(performance), closing(each):
+        for microbatch, found in each:
             ones_U = microbatch.row_weights_UR.ne(0).any(1).to(torch.float64)
             totals.add(found.shares, ones_U, None)
     return totals.gradients(trainable(model))
@@ -100,7 +102,7 @@ def _kernels(performance: Performance) -> AbstractContextManager[None]:
 
 def _each_microbatch(
     model: nn.Module, loss_fn: LossFunction, batch: Batch, performance: Performance
-) -> Iterator[tuple[Microbatch, UnitGradients]]:
+) -> Generator[tuple[Microbatch, UnitGradients], None, None]:
     """The per-unit gradients of one micro-batch after the other."""
     first = next(batch.microbatches(1), None)
     if first is None:

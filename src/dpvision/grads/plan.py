@@ -14,17 +14,18 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 
-from dpvision.checks import PrivacyError
+from dpvision.checks import DPVisionError, PrivacyError
 from dpvision.flow import Microbatch
 from dpvision.grads import layout
 from dpvision.grads.capture import Call, backpropagate, captured
 from dpvision.grads.duties import Duty, Exceptions, duties_of, trainable
+from dpvision.grads.fast.holding import held_through_step
 from dpvision.grads.layout import Layout, Layouts
 from dpvision.grads.mixing import suspected_place
 from dpvision.grads.probe import evaluation_mode, only_unit, repeated, restored, same_draws
 from dpvision.grads.refusals import not_alone
 from dpvision.grads.shares import Share
-from dpvision.grads.units import LossFunction, row_losses, unit_gradients, with_channels_last
+from dpvision.grads.units import LossFunction, UnitGradients, row_losses, unit_gradients, with_channels_last
 
 _TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 0.1}
 """A mistake in the wiring is of order one. In float32, activations that flip at a kink alone make a few percent."""
@@ -110,7 +111,7 @@ def _search_twin(
         layouts, misfits = _find_layouts(twin, loss_fn, probe, duties_of(twin, Exceptions()))
         plan = Plan(Exceptions(), layouts, 0, channels_last=True, twin=twin)
         memory, wrong = (0, misfits) if misfits else _try_out(model, loss_fn, probe, plan, alone)
-    except (RuntimeError, PrivacyError):
+    except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, DPVisionError):
         return None  # the model itself is examined next, and refused there if it must be
     return None if wrong else replace(plan, bytes_per_unit=memory)
 
@@ -186,9 +187,15 @@ def _try_out(
     model: nn.Module, loss_fn: LossFunction, probe: Microbatch, plan: Plan, alone: list[dict[str, Tensor]]
 ) -> tuple[int, list[str]]:
     """Bytes that a unit holds, and the parameters whose gradients are not those of a unit by itself."""
-    units = probe.row_weights_UR.shape[0]
     network = plan.network(model)
-    step = unit_gradients(network, loss_fn, probe, duties_of(network, plan.exceptions), plan.layouts)
+    with held_through_step(network):
+        step = unit_gradients(network, loss_fn, probe, duties_of(network, plan.exceptions), plan.layouts)
+        return _compared(model, step, probe.row_weights_UR.shape[0], alone)
+
+
+def _compared(
+    model: nn.Module, step: UnitGradients, units: int, alone: list[dict[str, Tensor]]
+) -> tuple[int, list[str]]:
     sizes = [_norm(one) for one in alone]
     wrong = [
         name

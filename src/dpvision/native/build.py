@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -74,10 +75,12 @@ def _built() -> Build:
     try:
         digest = _digest(compiler)
         path = _cache() / f"kernels-{digest}.so"
-        if not path.is_file():
+        if not path.exists():
             _compile(compiler, path)
-        return Build(ctypes.CDLL(str(path)), f"native {digest}")
-    except (OSError, subprocess.SubprocessError) as error:
+        _require_own(path)
+        content = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        return Build(ctypes.CDLL(str(path)), f"native {digest} {content}")
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         return _without(f"the kernels could not be built: {_last_line(error)}")
 
 
@@ -89,7 +92,15 @@ def _cache() -> Path:
     """A folder that only its owner can write to: what lies there is loaded into the process."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dpvision" / "native"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _require_own(folder)
     return folder
+
+
+def _require_own(path: Path) -> None:
+    """Refuse what somebody else owns, may write to, or has put a link in the place of."""
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{path.name} in the cache of kernels could have been changed by somebody else")
 
 
 def _digest(compiler: str) -> str:

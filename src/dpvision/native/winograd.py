@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, final
 
 import torch
 from torch import Tensor
 
 from dpvision.checks import ArgumentError
-from dpvision.native.build import build
+from dpvision.native.build import build, loaded
 
 _POINTS: Final = 36
 _PANEL: Final = 16
@@ -28,22 +29,34 @@ class _Shape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("rows", "height", "width", "in_channels", "out_channels")]
 
 
+@final
+@dataclass(frozen=True)
+class Filters:
+    """Transformed filters: (36 points, panels of 16 output channels, input channels, 16), filled up with zeros."""
+
+    values: Tensor
+    out_channels: int
+
+
 def takes(*, in_channels: int, out_channels: int) -> bool:
-    """Whether these kernels can be used: they exist, and both channel counts are multiples of 16."""
-    fits = in_channels > 0 and out_channels > 0 and in_channels % _PANEL == 0 and out_channels % _PANEL == 0
-    return fits and build().library is not None
+    """Whether these kernels can be used: they exist, and there are channels.
+
+    Any number: a single one is dear to transform, but forward and per-unit gradients together still take half the time
+    of a direct convolution and matrix products over windows (measured from 1 to 64 and from 64 to 1 channels).
+    """
+    return min(in_channels, out_channels) >= 1 and build().library is not None
 
 
-def transform(weight_OIKK: Tensor, *, backward: bool) -> Tensor:
+def transform(weight_OIKK: Tensor, *, backward: bool) -> Filters:
     """The filters as ``convolve`` wants them; with ``backward``, those that take dy to dx."""
     run = _transform_now if _is_plain(weight_OIKK) else _transform_op
-    return run(weight_OIKK, backward)
+    return Filters(run(weight_OIKK, backward), weight_OIKK.shape[1 if backward else 0])
 
 
-def convolve(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) -> Tensor:
+def convolve(x_NCHW: Tensor, filters: Filters, bias_O: Tensor | None) -> Tensor:
     """The convolution y_NOHW of x with transformed filters. With those for ``backward``, the input gradient of dy."""
-    run = _convolve_now if _is_plain(x_NCHW, transformed, bias_O) else _convolve_op
-    return run(x_NCHW, transformed, bias_O)
+    run = _convolve_now if _is_plain(x_NCHW, filters.values, bias_O) else _convolve_op
+    return run(x_NCHW, filters.values, filters.out_channels, bias_O)
 
 
 def unit_gradients(
@@ -93,8 +106,9 @@ def _is_plain(*tensors: Tensor | None) -> bool:
 
 def _transform_now(weight_OIKK: Tensor, backward: bool) -> Tensor:
     _check(weight_OIKK=weight_OIKK)
+    if min(weight_OIKK.shape) < 1 or weight_OIKK.shape[2:] != (3, 3):
+        raise ArgumentError(f"weight_OIKK must be filters of 3×3, got shape {tuple(weight_OIKK.shape)}.")
     out_channels, in_channels = weight_OIKK.shape[:2]
-    _check_channels(in_channels, out_channels, weight_OIKK.shape[2:] == (3, 3))
     weight_OIKK = weight_OIKK.contiguous()
     out = _empty_filters(weight_OIKK, backward)
     _library().dpvision_winograd_filters(
@@ -103,15 +117,14 @@ def _transform_now(weight_OIKK: Tensor, backward: bool) -> Tensor:
     return out
 
 
-def _convolve_now(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) -> Tensor:
-    _check(x_NCHW=x_NCHW, transformed=transformed, **({} if bias_O is None else {"bias_O": bias_O}))
+def _convolve_now(x_NCHW: Tensor, filters: Tensor, out_channels: int, bias_O: Tensor | None) -> Tensor:
+    _check(x_NCHW=x_NCHW, filters=filters, **({} if bias_O is None else {"bias_O": bias_O}))
     _check_pictures(x_NCHW=x_NCHW)
-    out_channels = transformed.shape[1] * _PANEL
-    expected = (_POINTS, out_channels // _PANEL, x_NCHW.shape[1], _PANEL)
-    if tuple(transformed.shape) != expected or not transformed.is_contiguous():
+    expected = (_POINTS, _panels(out_channels), x_NCHW.shape[1], _PANEL)
+    if tuple(filters.shape) != expected or not filters.is_contiguous():
         raise ArgumentError(
-            f"transformed must be what transform() gives for {x_NCHW.shape[1]} input channels, got shape "
-            f"{tuple(transformed.shape)}."
+            f"filters must be what transform() gives for {x_NCHW.shape[1]} to {out_channels} channels, got shape "
+            f"{tuple(filters.shape)}."
         )
     if bias_O is not None and (bias_O.shape != (out_channels,) or not bias_O.is_contiguous()):
         raise ArgumentError(f"bias_O must be None or {out_channels} numbers, got shape {tuple(bias_O.shape)}.")
@@ -119,7 +132,7 @@ def _convolve_now(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) ->
     if y_NOHW.numel():
         shape, bias = _shape(x_NCHW, out_channels), None if bias_O is None else _at(bias_O)
         _library().dpvision_winograd_convolve(
-            _at(x_NCHW), _at(transformed), bias, _at(y_NOHW), ctypes.byref(shape), torch.get_num_threads()
+            _at(x_NCHW), _at(filters), bias, _at(y_NOHW), ctypes.byref(shape), torch.get_num_threads()
         )
     return y_NOHW
 
@@ -172,8 +185,8 @@ def _(weight_OIKK: Tensor, backward: bool) -> Tensor:
 
 
 @_convolve_op.register_fake
-def _(x_NCHW: Tensor, transformed: Tensor, bias_O: Tensor | None) -> Tensor:  # noqa: ARG001
-    return _empty_pictures(x_NCHW, transformed.shape[1] * _PANEL)
+def _(x_NCHW: Tensor, filters: Tensor, out_channels: int, bias_O: Tensor | None) -> Tensor:  # noqa: ARG001
+    return _empty_pictures(x_NCHW, out_channels)
 
 
 @_unit_gradients_op.register_fake
@@ -186,10 +199,14 @@ def _(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> Tensor:  # noqa: ARG
     return x_NCHW.new_empty(3, 3, x_NCHW.shape[1], dy_NOHW.shape[1])
 
 
+def _panels(channels: int) -> int:
+    return -(-channels // _PANEL)
+
+
 def _empty_filters(weight_OIKK: Tensor, backward: bool) -> Tensor:
     out_channels, in_channels = weight_OIKK.shape[:2]
     columns, channels = (in_channels, out_channels) if backward else (out_channels, in_channels)
-    return weight_OIKK.new_empty(_POINTS, columns // _PANEL, channels, _PANEL)
+    return weight_OIKK.new_empty(_POINTS, _panels(columns), channels, _PANEL)
 
 
 def _empty_pictures(x_NCHW: Tensor, channels: int) -> Tensor:
@@ -214,9 +231,7 @@ def _at(tensor: Tensor) -> ctypes.c_void_p:
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The kernels with their signatures declared: a wrong argument is an error here, not a crash there."""
-    library = build().library
-    if library is None:
-        raise ArgumentError(f"there are no native kernels: {build().reason}. Ask takes() first.")
+    library = loaded()
     pointer, shape, count, threads = ctypes.c_void_p, ctypes.POINTER(_Shape), ctypes.c_int64, ctypes.c_int
     signatures = {
         "filters": (pointer, count, count, ctypes.c_int, pointer, threads),
@@ -236,21 +251,14 @@ def _check(**tensors: Tensor) -> None:
             raise ArgumentError(f"{name} must be float32 on the CPU, got {tensor.dtype} on {tensor.device}.")
 
 
-def _check_channels(in_channels: int, out_channels: int, three_by_three: bool) -> None:
-    if in_channels % _PANEL or out_channels % _PANEL or not three_by_three:
-        raise ArgumentError(
-            f"filters must be 3×3 with channels in multiples of 16, got {in_channels} to {out_channels}. Ask takes()."
-        )
-
-
 def _check_pictures(**pictures: Tensor) -> None:
     """Channels-last in memory; the stride of a dimension of one means nothing."""
     for name, picture in pictures.items():
-        fits = picture.dim() == 4 and picture.shape[1] % _PANEL == 0 and min(picture.shape[1:]) > 0
+        fits = picture.dim() == 4 and min(picture.shape[1:]) > 0
         if not fits or not picture.permute(0, 2, 3, 1).is_contiguous():
             raise ArgumentError(
-                f"{name} must be (rows, channels in multiples of 16, height, width), channels-last in memory, got "
-                f"shape {tuple(picture.shape)} with strides {picture.stride()}."
+                f"{name} must be (rows, channels, height, width), channels-last in memory, got shape "
+                f"{tuple(picture.shape)} with strides {picture.stride()}."
             )
 
 

@@ -17,7 +17,8 @@ from dpvision.checks import ArgumentError, DPVisionError
 from dpvision.config import RunConfig, required
 from dpvision.data import Normalisation, PoissonDraws
 from dpvision.evaluate import Metrics
-from dpvision.grads import Finding, require_private_ready
+from dpvision.flow import Microbatch
+from dpvision.grads import Finding, plan_for, require_private_ready
 from dpvision.grads import preflight as find_problems
 from dpvision.keys import Keys
 from dpvision.ledger import Ledger
@@ -126,17 +127,38 @@ def assemble(
     )
 
 
-def make_model(config: RunConfig, pictures: Pictures, keys: Keys, device: str) -> nn.Module:
-    """The configured model with fresh weights, in training mode."""
+def make_model(config: RunConfig, pictures: Pictures, device: str) -> nn.Module:
+    """The configured model in training mode, with weights that are the same for everybody."""
+    return _created(config, pictures, seed=0).to(device).train()
+
+
+def _created(config: RunConfig, pictures: Pictures, *, seed: int) -> nn.Module:
     chosen = required(config.model, "model")
-    model = models.create(
+    return models.create(
         chosen.name,
         num_classes=pictures.train.num_classes,
         in_channels=pictures.train.image_shape[0],
-        seed=keys.seed("init"),
+        seed=seed,
         **chosen.options,
     )
-    return model.to(device).train()
+
+
+def settle_plan(model: nn.Module, config: RunConfig, pictures: Pictures, device: str) -> None:
+    """Let the engine decide how it computes this model's gradients while its weights are everybody's.
+
+    What it decides changes the last bits of a sum. Decided anew at a checkpoint's weights, it could differ, and a
+    repeated step would give another sum under the same noise.
+    """
+    inputs, targets = made_up_rows(pictures.train.image_shape, pictures.train.num_classes, device)
+    rows = config.data.rows_per_unit
+    unit = torch.full((1, rows), 1 / rows, dtype=torch.float64, device=device)
+    like = Microbatch(inputs[:1].repeat(rows, 1, 1, 1), targets[:1].repeat(rows), unit)
+    plan_for(model, classification_loss, like, config.performance)
+
+
+def draw_weights(model: nn.Module, config: RunConfig, pictures: Pictures, keys: Keys) -> None:
+    """Put the run's own first weights into the model."""
+    model.load_state_dict(_created(config, pictures, seed=keys.seed("init")).state_dict())
 
 
 def made_up_rows(image_shape: tuple[int, int, int], num_classes: int, device: str) -> tuple[Tensor, Tensor]:

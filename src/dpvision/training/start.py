@@ -25,7 +25,7 @@ from dpvision.training.prepare import (
     load_pictures,
     prepare,
 )
-from dpvision.training.session import Place, Session, assemble, make_model, preflight
+from dpvision.training.session import Place, Session, assemble, draw_weights, make_model, preflight, settle_plan
 
 
 def begin(config: RunConfig, path: Path, *, seed: int | None, device: str) -> tuple[Session, Prepared]:
@@ -36,10 +36,12 @@ def begin(config: RunConfig, path: Path, *, seed: int | None, device: str) -> tu
     config, pictures = prepared.config, prepared.pictures
     binding = binding_of(config, pictures, run_id=run_id, device=device)
     bound = bound_keys(keys, binding, fork=0)
-    model = make_model(config, pictures, bound, device)
+    model = make_model(config, pictures, device)
     if config.privacy.enabled:
         findings = preflight(model, pictures, device)
         prepared = replace(prepared, notes=(*prepared.notes, *map(str, findings)))
+        settle_plan(model, config, pictures, device)
+    draw_weights(model, config, pictures, bound)
     folder = RunFolder.create(path)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
     ledger = Ledger.create(folder.ledger_path, ledger_header(config, run_id, hand_seeded=keys.hand_seeded))
@@ -79,6 +81,8 @@ def come_back(path: Path, *, allow_fork: bool, device: str) -> tuple[Session, li
         changed = [*changed, "checkpoint"]
     if device != "cpu":
         changed = [*changed, "device"]  # sums on other devices may differ from run to run in their last bits
+    if config.performance.kernels == "compiled":
+        changed = [*changed, "compiled kernels"]  # what the compiler makes depends on the shapes it saw before
     bindings = stored.bindings
     if changed:
         require_permission(changed, allow_fork=allow_fork)
@@ -87,7 +91,9 @@ def come_back(path: Path, *, allow_fork: bool, device: str) -> tuple[Session, li
         notes.append(f"{', '.join(changed)} changed: the run forks, with other noise, and repeated steps are charged.")
     fork = note_forks(ledger, bindings, checkpoint)
     place = Place(folder, ledger, bound_keys(stored.keys, bindings[-1], fork), fork, device)
-    model = make_model(config, pictures, place.keys, device)
+    model = make_model(config, pictures, device)
+    if config.privacy.enabled:
+        settle_plan(model, config, pictures, device)
     normalisation = normalisation_of(config)
     load_model(model, checkpoint)
     session = assemble(config, pictures, place=place, model=model, normalisation=normalisation)

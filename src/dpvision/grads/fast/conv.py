@@ -97,7 +97,7 @@ class Winograd(ConvStandIn):
             room = self._held["memory"] = weight.new_empty(units, 3, 3, weight.shape[1], weight.shape[0])
         return room[:units]
 
-    def filters(self, *, backward: bool) -> Tensor:
+    def filters(self, *, backward: bool) -> winograd.Filters:
         """The transformed filters of the forward pass or of the input gradient."""
         weight = self.derived("weight", self.used_weight)
         return self.derived(f"filters {backward}", lambda: winograd.transform(weight, backward=backward))

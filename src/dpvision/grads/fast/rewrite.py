@@ -16,6 +16,7 @@ from torch import fx, nn
 from dpvision.grads.fast.conv import HeldWSConv2d, WinogradConv2d, WinogradWSConv2d
 from dpvision.grads.fast.linear import SkinnyLinear
 from dpvision.grads.fast.norm import Chain, FusedNorm
+from dpvision.grads.fast.pool import FastMaxPool
 from dpvision.grads.fast.trace import traced
 from dpvision.grads.rules import rule_for
 from dpvision.models.layers import WSConv2d
@@ -36,6 +37,7 @@ _FUNCTIONS: Final[dict[Callable[..., Any], str]] = {
     F.selu: "selu",
     torch.tanh: "tanh",
 }
+_IN_PLACE: Final = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
 _SUMS: Final = (operator.add, operator.iadd, torch.add)
 
 
@@ -45,11 +47,11 @@ def fast_twin(model: nn.Module, *, compiled: bool = False) -> fx.GraphModule | N
     The layers are native, or with ``compiled`` made by ``torch.compile``.
     """
     graph_module = traced(model)
-    if graph_module is None:
+    if graph_module is None or any(_writes_for_others(graph_module, node) for node in graph_module.graph.nodes):
         return None
     made = _fuse_norms(graph_module, compiled=compiled)
     if not compiled:
-        made += _replace_convolutions(graph_module) + _replace_linears(graph_module)
+        made += _replace_convolutions(graph_module) + _replace_linears(graph_module) + _replace_pools(graph_module)
     if not made:
         return None
     graph_module.graph.lint()
@@ -83,6 +85,15 @@ def _replace_linears(graph_module: fx.GraphModule) -> int:
         module = _module_of(graph_module, node)
         if type(module) is nn.Linear and _answered_for(module) and SkinnyLinear.fits(module) and len(node.args) == 1:
             node.target = _put(graph_module, f"dpvision_linear_{made}", SkinnyLinear(module))
+            made += 1
+    return made
+
+
+def _replace_pools(graph_module: fx.GraphModule) -> int:
+    made = 0
+    for node in list(graph_module.graph.nodes):
+        if len(node.args) == 1 and not node.kwargs and FastMaxPool.fits(_module_of(graph_module, node)):
+            node.target = _put(graph_module, f"dpvision_pool_{made}", FastMaxPool())
             made += 1
     return made
 
@@ -136,6 +147,22 @@ def _erase_back(graph: fx.Graph, node: fx.Node, keep: set[Any]) -> None:
     for before in inputs:
         if before not in keep and not before.users:
             _erase_back(graph, before, keep)
+
+
+def _writes_for_others(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node writes in place into something that another node reads too: then their order would matter."""
+    module = _module_of(graph_module, node)
+    name = str(node.target)
+    in_place = bool(getattr(module, "inplace", False)) or bool(node.kwargs.get("inplace", False))
+    if node.op == "call_method":
+        in_place |= name.endswith("_") and not name.endswith("__")
+    if node.op == "call_function":
+        called = getattr(node.target, "__name__", "")
+        in_place |= (
+            node.target in _IN_PLACE or (called.endswith("_") and not called.endswith("__")) or "out" in node.kwargs
+        )
+    written = node.args[0] if node.args else None
+    return in_place and (not isinstance(written, fx.Node) or len(written.users) != 1 or written.op == "placeholder")
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -19,7 +19,12 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
 
 
 def traced(model: nn.Module) -> fx.GraphModule | None:
@@ -35,7 +40,8 @@ def traced(model: nn.Module) -> fx.GraphModule | None:
         with same_attributes(model):
             kept = list(_attributes(model))
             graphs = [_Tracer().trace(model) for _ in range(2)]
-            untouched = all(table.get(name) is value for table, name, value in kept)
+            after = list(_attributes(model))
+            untouched = len(kept) == len(after) and all(a == b for a, b in zip(kept, after, strict=True))
     except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, IndexError, KeyError):
         return None  # not an error: such a model has no graph, and runs as its author wrote it
     if before != _outside_state() or not untouched or str(graphs[0]) != str(graphs[1]):
@@ -55,27 +61,50 @@ class _Tracer(fx.Tracer):
         return not container or owns or not any(True for _ in m.children())
 
 
+_OWN: Final = frozenset(vars(nn.Module()))
+"""What every module has, whoever wrote it."""
+
+
 def frozen_values(model: nn.Module) -> tuple[Any, ...]:
-    """Plain values in the model's attributes, which a graph would freeze: when they change, it must be made again."""
-    kinds = (bool, str, int, float, tuple)
+    """What a graph would freeze: when any of it changes, it must be made again.
+
+    Plain values and containers of them by value, all else (buffers, tensors, objects, hooks) by identity. What changes
+    inside an object of the user's own is not seen.
+    """
     return tuple(
-        (name, key, value)
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, kinds) and not key.startswith("_")
+        (name, type(module), _has_hooks_itself(module), *_own_values(module)) for name, module in model.named_modules()
     )
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+def _own_values(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    yield from ((name, _frozen(value)) for name, value in vars(module).items() if name not in _OWN)
+    yield from ((name, id(buffer)) for name, buffer in module._buffers.items())
+
+
+def _frozen(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((_frozen(key), _frozen(item)) for key, item in value.items())
+    return id(value)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for module in model.modules():
         for table in (vars(module), module._buffers, module._parameters, module._modules):
-            yield from ((table, name, value) for name, value in list(table.items()))
+            yield from ((name, _frozen(value)) for name, value in table.items())
 
 
 def _has_hooks(model: nn.Module) -> bool:
-    if any(getattr(torch_modules, name, None) for name in _GLOBAL_HOOKS):
-        return True
-    return any(getattr(module, name, None) for module in model.modules() for name in _HOOKS)
+    return any(getattr(torch_modules, name, None) for name in _GLOBAL_HOOKS) or any(
+        _has_hooks_itself(module) for module in model.modules()
+    )
+
+
+def _has_hooks_itself(module: nn.Module) -> bool:
+    return any(getattr(module, name, None) for name in _HOOKS)
 
 
 def _outside_state() -> tuple[Any, ...]:

@@ -19,8 +19,11 @@ from dpvision.grads.rules.conv import convolution as by_windows
 from dpvision.grads.rules.registry import LayerCall, register
 from dpvision.grads.rules.standardised import Along, Moments, Standardised
 from dpvision.grads.rules.standardised import standardised as standardised_by_windows
-from dpvision.grads.shares import Finish, Kept, Share, sum_by_unit
+from dpvision.grads.shares import Finish, Kept, Share, gram_underflow, sum_by_unit, underflow
 from dpvision.native import grams, moments, winograd
+
+_RUN: Final = 32
+"""Rows that are added up in float32."""
 
 _GHOST: Final = 8
 """Measured with the native kernels: norms from Gram matrices win above so many entries for a pair of positions."""
@@ -53,21 +56,35 @@ class WinogradGradient(Share):
         return self._x.shape[0] == self._units and _GHOST * positions * positions <= entries
 
     def norms_sq(self) -> Tensor:
-        return self.gram_norms_sq(self._dy) if self.by_ghost else self.formed()[1][:, 0].sum(1)
+        if self.by_ghost:
+            return self.gram_norms_sq(self._dy)
+        formed, moments_UMO = self.formed()
+        return moments_UMO[:, 0].sum(1) + underflow(formed.flatten(1))
 
     def gram_norms_sq(self, dy_NOHW: Tensor) -> Tensor:
         """Squared norms for this output gradient without forming anything."""
         x_UTI, g_UTO = (part.flatten(2).mT for part in (self._x, dy_NOHW))
         x_gram_UTT, g_gram_UTT = torch.bmm(x_UTI, x_UTI.mT), torch.bmm(g_UTO, g_UTO.mT)
-        return grams.shifted_gram_norms_sq(x_gram_UTT, g_gram_UTT, *self._x.shape[2:])
+        lost_U = gram_underflow(x_gram_UTT, g_gram_UTT, inputs=9 * self._x.shape[1], outputs=dy_NOHW.shape[1])
+        return grams.shifted_gram_norms_sq(x_gram_UTT, g_gram_UTT, *self._x.shape[2:]) + lost_U
 
     def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
         if self._formed is not None:
             return Kept(self._formed[0]).weighted_sum(factor_U, dead_U)
         if self._summed is None or self._summed[0] is not factor_U:  # a gain asks for the same sum as its weight
-            factor_N = factor_U.to(torch.float32).repeat_interleave(self._x.shape[0] // self._units)
-            self._summed = factor_U, winograd.summed_gradient(self._x, self._dy, factor_N)
+            self._summed = factor_U, self._sum(factor_U)
         return self._summed[1]
+
+    def _sum(self, factor_U: Tensor) -> Tensor:
+        """In float64 over runs of rows: a long sum in float32 would round away more than the noise may cover."""
+        factor_N = factor_U.to(torch.float32).repeat_interleave(self._x.shape[0] // self._units)
+        total: Tensor | None = None
+        for x, dy, factor in zip(*(part.split(_RUN) for part in (self._x, self._dy, factor_N)), strict=True):
+            part = winograd.summed_gradient(x, dy, factor)
+            total = part.double() if total is None else total.add_(part)
+        if total is None:
+            raise ValueError("there are no rows to add up")
+        return total
 
     def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
         if self._formed is not None:

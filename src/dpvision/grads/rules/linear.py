@@ -18,6 +18,7 @@ from dpvision.grads.shares import (
     gram_norms_sq,
     scale_by_unit,
     sum_of_squares,
+    underflow,
     without_dead,
 )
 from dpvision.native import skinny
@@ -39,7 +40,7 @@ class OuterProducts(Share):
 
     def norms_sq(self) -> Tensor:
         if self._squares_N is not None and self._a_UTI.shape[1] == 1:
-            return self._squares_N * sum_of_squares(self._g_UTO)
+            return (self._squares_N + underflow(self._a_UTI[:, 0])) * sum_of_squares(self._g_UTO)
         entries = self._a_UTI.shape[2] * self._g_UTO.shape[2]
         if ghost_pays(positions=self._a_UTI.shape[1], entries=entries):
             return gram_norms_sq(self._a_UTI, self._g_UTO)

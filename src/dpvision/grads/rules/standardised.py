@@ -83,8 +83,10 @@ class Standardised(Share):
         along_UO = moments.along_UO.double()
         removed_UO = moments.total_UO.double().square() / facts.z_OD.shape[1] + facts.live_O * along_UO.square()
         kept_U = (moments.squares_U - removed_UO @ scale_sq_O).clamp_min(0)
-        # A difference: what rounding may have hidden is added, so that the norm is an upper bound.
-        hidden_U = 8 * torch.finfo(facts.scale_O.dtype).eps * moments.squares_U
+        # A difference: what rounding may have hidden is added, so that the norm is an upper bound. Σe of a gradient
+        # that hardly varies is rounded the same way again and again, up to half a unit in the last place a term.
+        terms = max(64, facts.z_OD.shape[1] / 2)
+        hidden_U = terms * torch.finfo(facts.scale_O.dtype).eps * moments.squares_U
         if moments.doubt_UO is not None:
             hidden_U = hidden_U + (2 * along_UO.abs() * moments.doubt_UO) @ scale_sq_O
         return kept_U + hidden_U

@@ -10,10 +10,17 @@
 // A tile's 36 points lie far apart in memory. At distances that are multiples of 4096 bytes they would compete for the
 // same few lines of the cache, so every point's block is followed by a gap of one line.
 //
+// Channels come in panels of 16. The last panel of a picture may have fewer: what it lacks is read as zeros and not
+// written at all, so that no access goes beyond a pixel's own channels.
+//
 // Each of the four maps is applied to one dimension by a function here, and to two by calling it on rows and columns.
 // A tile that sticks out at the right or bottom reads zeros there and writes into the void.
 #pragma once
 #include <cstdint>
+#include <cstring>
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 
 #include "scratch.h"
 
@@ -29,6 +36,69 @@ typedef float v16_unaligned __attribute__((vector_size(64), aligned(4)));
 
 static inline const v16_unaligned& panel_at(const float* p) { return *reinterpret_cast<const v16_unaligned*>(p); }
 static inline v16_unaligned& panel_at(float* p) { return *reinterpret_cast<v16_unaligned*>(p); }
+
+static inline int64_t panels_of(int64_t channels) { return (channels + PANEL - 1) / PANEL; }
+
+// How a whole panel is read from a picture and written to it. (Panels go by reference: where no register holds one, a
+// function cannot return it without a warning.)
+struct WholePanel {
+    static constexpr int count() { return PANEL; }
+    void get(const float* p, v16& values) const { values = panel_at(p); }
+    void put(float* p, const v16& values) const { panel_at(p) = values; }
+};
+
+// The same for the first channels of a panel: the others are zeros.
+class PartPanel {
+  public:
+    explicit PartPanel(int count) : channels(count) {}
+    int count() const { return channels; }
+    void get(const float* p, v16& values) const {
+#if defined(__AVX512F__)
+        values = _mm512_maskz_loadu_ps(lanes(), p);
+#elif defined(__AVX__)
+        const __m256 halves[2] = {_mm256_maskload_ps(p, lanes(0)), _mm256_maskload_ps(p + PANEL / 2, lanes(1))};
+        std::memcpy(&values, halves, sizeof values);
+#else
+        values = v16{};
+        std::memcpy(&values, p, sizeof(float) * channels);
+#endif
+    }
+    void put(float* p, const v16& values) const {
+#if defined(__AVX512F__)
+        _mm512_mask_storeu_ps(p, lanes(), values);
+#else
+        std::memcpy(p, &values, sizeof(float) * channels);
+#endif
+    }
+
+  private:
+#if defined(__AVX512F__)
+    __mmask16 lanes() const { return static_cast<__mmask16>((1u << channels) - 1); }
+#elif defined(__AVX__)
+    // The ones of this table, seen from `channels` places before its middle, are as many as there are channels.
+    __m256i lanes(int half) const {
+        static constexpr int32_t TABLE[2 * PANEL] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(TABLE + PANEL - channels + half * PANEL / 2));
+    }
+#endif
+    int channels;
+};
+
+// Calls `visit(panel, first channel)` for one panel of a picture with so many channels, or for every one. What is in
+// `visit` is compiled for whole panels by themselves, with a constant count.
+template <class Visit>
+static inline void for_panel(int64_t index, int64_t channels, Visit&& visit) {
+    const int64_t first = index * PANEL, left = channels - first;
+    if (left >= PANEL)
+        visit(WholePanel{}, first);
+    else
+        visit(PartPanel(static_cast<int>(left)), first);
+}
+
+template <class Visit>
+static inline void for_panels(int64_t channels, Visit&& visit) {
+    for (int64_t index = 0; index < panels_of(channels); index++) for_panel(index, channels, visit);
+}
 
 struct Shape {
     int64_t rows, height, width, in_channels, out_channels;
@@ -128,11 +198,13 @@ struct Inputs {
 
 // BᵀxB for one panel of a tile: point e goes to `out + e * stride`. Meanwhile the tile after it is called into the
 // cache: its pixels lie in six places, which the processor does not foresee by itself.
-static inline void pack_inputs(const Inputs& tile, const Inputs& next, int64_t channel, float* out, int64_t stride) {
+template <class Panel>
+static inline void pack_inputs(Panel panel, const Inputs& tile, const Inputs& next, int64_t channel, float* out,
+                               int64_t stride) {
     v16 x[PATCH], half[POINTS], column[PATCH];
     for (int i = 0; i < PATCH; i++) {
         for (int j = 0; j < PATCH; j++) {
-            x[j] = panel_at(tile.at[i * PATCH + j] + channel);
+            panel.get(tile.at[i * PATCH + j] + channel, x[j]);
             __builtin_prefetch(next.at[i * PATCH + j] + channel);
         }
         to_points(x, 1, half + i * PATCH, 1);

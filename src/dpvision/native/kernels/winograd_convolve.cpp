@@ -20,10 +20,11 @@ struct Packed {
     int64_t channels, groups;
 
     float* group(int64_t point, int64_t index) const {
-        return values + point * point_stride() + index * channels * GROUP;
+        return values + point * point_stride() + index * group_size();
     }
-    int64_t point_stride() const { return groups * channels * GROUP + GAP; }
-    static size_t size(int64_t channels, int64_t groups) { return POINTS * (groups * channels * GROUP + GAP); }
+    int64_t point_stride() const { return groups * group_size() + GAP; }
+    int64_t group_size() const { return panels_of(channels) * PANEL * GROUP; }
+    size_t size() const { return POINTS * point_stride(); }
 };
 
 // Products of a block of tiles: (points, panels of output channels, tiles, 16 channels).
@@ -35,7 +36,7 @@ struct Products {
         return values + point * point_stride() + (panel * tiles + tile) * PANEL;
     }
     int64_t point_stride() const { return panels * tiles * PANEL + GAP; }
-    static size_t size(int64_t panels, int64_t tiles) { return POINTS * (panels * tiles * PANEL + GAP); }
+    size_t size() const { return POINTS * point_stride(); }
 };
 
 // COUNT tiles of a group times one panel of filters (channels, 16). All loops over sums are unrolled, for only then
@@ -44,12 +45,15 @@ template <int COUNT> void multiply(const float* group, const float* filters, int
     v16 sum[COUNT];
 #pragma GCC unroll 16
     for (int r = 0; r < COUNT; r++) sum[r] = v16{};
-    for (int64_t c = 0; c < channels; c += PANEL, group += GROUP * PANEL)
-        for (int lane = 0; lane < PANEL; lane++, filters += PANEL) {
-            const v16 column = panel_at(filters);
+    const auto add = [&](int64_t lane) {
+        const v16 column = panel_at(filters);
 #pragma GCC unroll 16
-            for (int r = 0; r < COUNT; r++) sum[r] = group[r * PANEL + lane] * column + sum[r];
-        }
+        for (int r = 0; r < COUNT; r++) sum[r] = group[r * PANEL + lane] * column + sum[r];
+        filters += PANEL;
+    };
+    for (; channels >= PANEL; channels -= PANEL, group += GROUP * PANEL)
+        for (int lane = 0; lane < PANEL; lane++) add(lane);
+    for (int64_t lane = 0; lane < channels; lane++) add(lane);
 #pragma GCC unroll 16
     for (int r = 0; r < COUNT; r++) panel_at(out + r * PANEL) = sum[r];
 }
@@ -72,8 +76,10 @@ void pack_block(const float* x, const Shape& shape, int64_t first, int64_t tiles
     }
     for (int64_t t = 0; t < tiles; t++) {
         float* out = packed.group(0, t / GROUP) + t % GROUP * PANEL;
-        for (int64_t c = 0; c < packed.channels; c += PANEL)
-            pack_inputs(inputs[t], inputs[std::min(t + 1, tiles - 1)], c, out + c * GROUP, packed.point_stride());
+        const Inputs& next = inputs[std::min(t + 1, tiles - 1)];
+        for_panels(packed.channels, [&](auto panel, int64_t c) {
+            pack_inputs(panel, inputs[t], next, c, out + c * GROUP, packed.point_stride());
+        });
     }
 }
 
@@ -88,16 +94,18 @@ void multiply_block(const Packed& packed, const float* filters, const Products& 
 }
 
 // AᵀmA for one panel of a tile, plus the bias.
-void write_outputs(const float* products, int64_t stride, const float* bias, float* const* at, int64_t channel) {
+template <class Panel>
+void write_outputs(Panel panel, const float* products, int64_t stride, const float* bias, float* const* at,
+                   int64_t channel) {
     v16 m[PATCH], half[TILE * PATCH], y[TILE], shift = {};
-    if (bias) shift = panel_at(bias);
+    if (bias) panel.get(bias + channel, shift);
     for (int j = 0; j < PATCH; j++) {
         for (int i = 0; i < PATCH; i++) m[i] = panel_at(products + (i * PATCH + j) * stride);
         to_outputs(m, 1, half + j, PATCH);
     }
     for (int i = 0; i < TILE; i++) {
         to_outputs(half + i * PATCH, 1, y, 1);
-        for (int j = 0; j < TILE; j++) panel_at(at[i * TILE + j] + channel) = y[j] + shift;
+        for (int j = 0; j < TILE; j++) panel.put(at[i * TILE + j] + channel, y[j] + shift);
     }
 }
 
@@ -107,9 +115,9 @@ void unpack_tile(const Products& products, int64_t slot, const float* bias, floa
     float* at[TILE * TILE];
     float* picture = y + tile / shape.tiles() * shape.positions() * shape.out_channels;
     locate_outputs(picture, shape, tile % shape.tiles(), void_memory.floats(shape.out_channels), at);
-    for (int64_t panel = 0; panel < products.panels; panel++)
-        write_outputs(products.at(0, panel, slot), products.point_stride(), bias ? bias + panel * PANEL : nullptr, at,
-                      panel * PANEL);
+    for_panels(shape.out_channels, [&](auto panel, int64_t c) {
+        write_outputs(panel, products.at(0, c / PANEL, slot), products.point_stride(), bias, at, c);
+    });
 }
 
 // GwGᵀ for one input channel and a panel of output channels: point e goes to `out + e * stride`.
@@ -136,18 +144,20 @@ int64_t block_size(const Shape& shape, int64_t threads) {
 
 }  // namespace
 
-// Filters (out, in, 3, 3) to (points, panels, channels, 16). Backward: turned by 180°, in and out swapped.
+// Filters (out, in, 3, 3) to (points, panels, channels, 16); a last panel is filled up with zeros. Backward: turned by
+// 180°, in and out swapped.
 extern "C" void dpvision_winograd_filters(const float* weight, int64_t out_channels, int64_t in_channels, int backward,
                                           float* out, int threads) {
     const int64_t columns = backward ? in_channels : out_channels, channels = backward ? out_channels : in_channels;
     const int64_t column_stride = 9 * (backward ? 1 : in_channels), channel_stride = 9 * (backward ? in_channels : 1);
-    const int64_t panels = columns / PANEL, point_stride = panels * channels * PANEL;
+    const int64_t panels = panels_of(columns), point_stride = panels * channels * PANEL;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t c = 0; c < channels; c++) {
             const float* filters = weight + panel * PANEL * column_stride + c * channel_stride;
-            float taps[9 * PANEL];
-            for (int lane = 0; lane < PANEL; lane++)
+            const int64_t lanes = std::min<int64_t>(PANEL, columns - panel * PANEL);
+            float taps[9 * PANEL] = {};
+            for (int64_t lane = 0; lane < lanes; lane++)
                 for (int tap = 0; tap < 9; tap++)
                     taps[(backward ? 8 - tap : tap) * PANEL + lane] = filters[lane * column_stride + tap];
             transform_filter(taps, out + (panel * channels + c) * PANEL, point_stride);
@@ -160,12 +170,13 @@ extern "C" void dpvision_winograd_convolve(const float* x, const float* filters,
     const Shape shape = *sizes;
     const int64_t all_tiles = shape.rows * shape.tiles(), size = block_size(shape, threads);
     const int64_t blocks = (all_tiles + size - 1) / size, groups = (size + GROUP - 1) / GROUP;
-    const int64_t panels = shape.out_channels / PANEL;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t block = 0; block < blocks; block++) {
         static thread_local Scratch packed_memory, product_memory;
-        const Packed packed{packed_memory.floats(Packed::size(shape.in_channels, groups)), shape.in_channels, groups};
-        const Products products{product_memory.floats(Products::size(panels, size)), panels, size};
+        Packed packed{nullptr, shape.in_channels, groups};
+        Products products{nullptr, panels_of(shape.out_channels), size};
+        packed.values = packed_memory.floats(packed.size());
+        products.values = product_memory.floats(products.size());
         const int64_t first = block * size, count = std::min(size, all_tiles - first);
         pack_block(x, shape, first, count, packed);
         multiply_block(packed, filters, products, count);

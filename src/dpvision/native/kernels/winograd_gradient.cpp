@@ -41,7 +41,7 @@ struct Panels {
 
     float* at(int64_t panel, int64_t point) const { return values + (panel * POINTS + point) * point_stride(); }
     int64_t point_stride() const { return tiles * PANEL + GAP; }
-    static size_t size(int64_t tiles, int64_t channels) { return POINTS * (tiles * PANEL + GAP) * (channels / PANEL); }
+    static size_t size(int64_t tiles, int64_t panels) { return POINTS * (tiles * PANEL + GAP) * panels; }
 };
 
 // A tile: where its pixels lie in x and dy, and what its gradient is multiplied by.
@@ -81,11 +81,13 @@ Tile locate_tile(const Rows& rows, int64_t row, int64_t index, const float* outs
 }
 
 // A dy Aᵀ for one panel of a tile, while the tile after it is called into the cache.
-void pack_outputs(const Tile& tile, const Tile& next, int64_t channel, float* out, int64_t stride) {
+template <class Panel>
+void pack_outputs(Panel panel, const Tile& tile, const Tile& next, int64_t channel, float* out, int64_t stride) {
     v16 y[TILE], half[TILE * PATCH], column[PATCH];
     for (int i = 0; i < TILE; i++) {
         for (int j = 0; j < TILE; j++) {
-            y[j] = tile.factor * panel_at(tile.outputs[i * TILE + j] + channel);
+            panel.get(tile.outputs[i * TILE + j] + channel, y[j]);
+            y[j] = tile.factor * y[j];
             __builtin_prefetch(next.outputs[i * TILE + j] + channel);
         }
         gradient_to_points(y, 1, half + i * PATCH, 1);
@@ -97,32 +99,43 @@ void pack_outputs(const Tile& tile, const Tile& next, int64_t channel, float* ou
 }
 
 void pack_dy(const Chunk& chunk, int64_t t, int64_t channels) {
-    for (int64_t panel = 0; panel < channels / PANEL; panel++)
-        pack_outputs(chunk.tile[t], chunk.after(t), panel * PANEL, chunk.dy.at(panel, 0) + t * PANEL,
+    for_panels(channels, [&](auto panel, int64_t c) {
+        pack_outputs(panel, chunk.tile[t], chunk.after(t), c, chunk.dy.at(c / PANEL, 0) + t * PANEL,
                      chunk.dy.point_stride());
+    });
 }
 
-// BLOCK_ROWS input channels times 16 output channels, summed over tiles and perhaps added to what is there. All loops
-// over sums are unrolled, for only then does the compiler keep the sums in registers from beginning to end.
-static inline void multiply(const float* x, const float* dy, int64_t tiles, bool add, float* out) {
-    v16 sum[BLOCK_ROWS];
+// ROWS input channels times 16 output channels, summed over tiles and perhaps added to what is there. All loops over
+// sums are unrolled, for only then does the compiler keep the sums in registers from beginning to end.
+template <int ROWS> static inline void multiply(const float* x, const float* dy, int64_t tiles, bool add, float* out) {
+    v16 sum[ROWS];
 #pragma GCC unroll 16
-    for (int r = 0; r < BLOCK_ROWS; r++) sum[r] = v16{};
+    for (int r = 0; r < ROWS; r++) sum[r] = v16{};
     for (int64_t t = 0; t < tiles; t++, x += PANEL, dy += PANEL) {
         const v16 row = panel_at(dy);
 #pragma GCC unroll 16
-        for (int r = 0; r < BLOCK_ROWS; r++) sum[r] = x[r] * row + sum[r];
+        for (int r = 0; r < ROWS; r++) sum[r] = x[r] * row + sum[r];
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < BLOCK_ROWS; r++) panel_at(out + r * PANEL) = add ? sum[r] + panel_at(out + r * PANEL) : sum[r];
+    for (int r = 0; r < ROWS; r++) panel_at(out + r * PANEL) = add ? sum[r] + panel_at(out + r * PANEL) : sum[r];
+}
+
+// The same for a number of input channels that is known only now, at least one.
+template <int ROWS = BLOCK_ROWS>
+static inline void multiply_some(int rows, const float* x, const float* dy, int64_t tiles, bool add, float* out) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return multiply_some<ROWS - 1>(rows, x, dy, tiles, add, out);
+    multiply<ROWS>(x, dy, tiles, add, out);
 }
 
 // Products of a pair of panels at column j of the points.
-void multiply_column(const Panels& x, const Chunk& chunk, int64_t out_panel, int j, float* products) {
+template <class In>
+void multiply_column(In in, const Panels& x, const Chunk& chunk, int64_t out_panel, int j, float* products) {
     for (int i = 0; i < PATCH; i++)
-        for (int r = 0; r < PANEL; r += BLOCK_ROWS)
-            multiply(x.at(0, i * PATCH + j) + r, chunk.dy.at(out_panel, i * PATCH + j), chunk.tiles, !chunk.first,
-                     products + i * POINT_SIZE + r * PANEL);
+        for (int r = 0; r < in.count(); r += BLOCK_ROWS)
+            multiply_some(std::min(BLOCK_ROWS, in.count() - r), x.at(0, i * PATCH + j) + r,
+                          chunk.dy.at(out_panel, i * PATCH + j), chunk.tiles, !chunk.first,
+                          products + i * POINT_SIZE + r * PANEL);
 }
 
 // Sums of at most 16 · 9 terms in float32, which are then added up in float64.
@@ -131,8 +144,8 @@ struct Run {
 };
 
 // Gᵀq for column j of the points: half-way to the gradient, (16 in, 3, 6, 16 out) for all columns.
-void finish_column(const float* products, int j, float* half) {
-    for (int r = 0; r < PANEL; r++) {
+template <class In> void finish_column(In in, const float* products, int j, float* half) {
+    for (int r = 0; r < in.count(); r++) {
         v16 q[PATCH], taps[3];
         for (int i = 0; i < PATCH; i++) q[i] = panel_at(products + i * POINT_SIZE + r * PANEL);
         to_taps(q, 1, taps, 1);
@@ -141,73 +154,81 @@ void finish_column(const float* products, int j, float* half) {
 }
 
 // (Gᵀq)G for one input channel and a panel of output channels.
-template <bool WITH_Z>
-static inline void finish_row(const float* half, float* gradient, const float* z, int64_t tap_stride, Run& run) {
+template <bool WITH_Z, class Out>
+static inline void finish_row(Out out, const float* half, float* gradient, const float* z, int64_t tap_stride,
+                              Run& run) {
     for (int i = 0; i < 3; i++) {
         v16 q[PATCH], taps[3];
         for (int j = 0; j < PATCH; j++) q[j] = panel_at(half + (i * PATCH + j) * PANEL);
         to_taps(q, 1, taps, 1);
         for (int j = 0; j < 3; j++) {
             const int64_t offset = (i * 3 + j) * tap_stride;
-            panel_at(gradient + offset) = taps[j];
+            out.put(gradient + offset, taps[j]);
             run.squares = taps[j] * taps[j] + run.squares;
             if constexpr (WITH_Z) {
+                v16 other;
+                out.get(z + offset, other);
                 run.entries = run.entries + taps[j];
-                run.inner = taps[j] * panel_at(z + offset) + run.inner;
+                run.inner = taps[j] * other + run.inner;
             }
         }
     }
 }
 
-void add_lanes(const v16& values, double* to) {
-    for (int lane = 0; lane < PANEL; lane++) to[lane] += values[lane];
+void add_lanes(const v16& values, int lanes, double* to) {
+    for (int lane = 0; lane < lanes; lane++) to[lane] += values[lane];
 }
 
-// Writes the gradient of a pair of panels; `moments` (kinds, out channels) are those of this input panel.
-template <bool WITH_Z>
-void finish_pair(const float* half, const Result& result, const Shape& shape, int64_t in_panel, int64_t out_panel,
-                 double* moments) {
-    const int64_t tap_stride = shape.in_channels * shape.out_channels, column = out_panel * PANEL;
+// Writes the gradient of a pair of panels, which begin at input channel `row` and output channel `column`; `moments`
+// (kinds, out channels) are those of this input panel. A function of its own, or it would compete for registers with
+// what it is called from.
+template <bool WITH_Z, class In, class Out>
+__attribute__((noinline)) void finish_pair(In in, int64_t row, Out out, int64_t column, const float* half,
+                                           const Result& result, const Shape& shape, double* moments) {
+    const int64_t tap_stride = shape.in_channels * shape.out_channels;
     Run run;
-    for (int r = 0; r < PANEL; r++) {
-        const int64_t offset = (in_panel * PANEL + r) * shape.out_channels + column;
-        finish_row<WITH_Z>(half + r * 3 * PATCH * PANEL, result.gradient + offset,
+    for (int r = 0; r < in.count(); r++) {
+        const int64_t offset = (row + r) * shape.out_channels + column;
+        finish_row<WITH_Z>(out, half + r * 3 * PATCH * PANEL, result.gradient + offset,
                            WITH_Z ? result.z + offset : nullptr, tap_stride, run);
     }
     if (!moments) return;
-    add_lanes(run.squares, moments + column);
+    add_lanes(run.squares, out.count(), moments + column);
     if constexpr (WITH_Z) {
-        add_lanes(run.entries, moments + shape.out_channels + column);
-        add_lanes(run.inner, moments + 2 * shape.out_channels + column);
+        add_lanes(run.entries, out.count(), moments + shape.out_channels + column);
+        add_lanes(run.inner, out.count(), moments + 2 * shape.out_channels + column);
     }
 }
 
 // One pair of panels. Column by column, so that little lies between the two halves of the way back.
-void multiply_pair(const Panels& x, const Chunk& chunk, int64_t out_panel, float* kept, float* half) {
+template <class In>
+void multiply_pair(In in, const Panels& x, const Chunk& chunk, int64_t out_panel, float* kept, float* half) {
     static thread_local Scratch column_memory;
     float* column = column_memory.floats(COLUMN_SIZE);
     for (int j = 0; j < PATCH; j++) {
         float* products = kept ? kept + j * COLUMN_SIZE : column;
-        multiply_column(x, chunk, out_panel, j, products);
-        if (chunk.last) finish_column(products, j, half);
+        multiply_column(in, x, chunk, out_panel, j, products);
+        if (chunk.last) finish_column(in, products, j, half);
     }
 }
 
-// One input panel, transformed here, against all output panels.
-void multiply_panel(int64_t in_panel, const Chunk& chunk, const Result& result, const Shape& shape, double* moments) {
+// One input panel, from channel `row` on, transformed here, against all output panels.
+template <class In>
+void multiply_panel(In in, int64_t row, const Chunk& chunk, const Result& result, const Shape& shape,
+                    double* moments) {
     static thread_local Scratch x_memory, half_memory;
-    const Panels x{x_memory.floats(Panels::size(chunk.dy.tiles, PANEL)), chunk.dy.tiles};
+    const Panels x{x_memory.floats(Panels::size(chunk.dy.tiles, 1)), chunk.dy.tiles};
     for (int64_t t = 0; t < chunk.tiles; t++)
-        pack_inputs(chunk.tile[t].inputs, chunk.after(t).inputs, in_panel * PANEL, x.at(0, 0) + t * PANEL,
-                    x.point_stride());
+        pack_inputs(in, chunk.tile[t].inputs, chunk.after(t).inputs, row, x.at(0, 0) + t * PANEL, x.point_stride());
     float* half = half_memory.floats(3 * PATCH * PANEL * PANEL);
-    const int64_t out_panels = shape.out_channels / PANEL;
-    for (int64_t out_panel = 0; out_panel < out_panels; out_panel++) {
-        float* kept = chunk.kept ? chunk.kept + (in_panel * out_panels + out_panel) * BLOCK_SIZE : nullptr;
-        multiply_pair(x, chunk, out_panel, kept, half);
-        if (chunk.last && result.z) finish_pair<true>(half, result, shape, in_panel, out_panel, moments);
-        if (chunk.last && !result.z) finish_pair<false>(half, result, shape, in_panel, out_panel, moments);
-    }
+    const int64_t first_pair = row / PANEL * panels_of(shape.out_channels);
+    for_panels(shape.out_channels, [&](auto out, int64_t column) {
+        const int64_t out_panel = column / PANEL;
+        float* kept = chunk.kept ? chunk.kept + (first_pair + out_panel) * BLOCK_SIZE : nullptr;
+        multiply_pair(in, x, chunk, out_panel, kept, half);
+        if (chunk.last && result.z) finish_pair<true>(in, row, out, column, half, result, shape, moments);
+        if (chunk.last && !result.z) finish_pair<false>(in, row, out, column, half, result, shape, moments);
+    });
 }
 
 // The moments of the input panels, added up in their order, whoever computed them.
@@ -218,12 +239,14 @@ void add_moments(const std::vector<double>& by_panel, double* moments, int64_t c
 
 void multiply_chunk(const Chunk& chunk, const Result& result, const Shape& shape, std::vector<double>& by_panel,
                     int threads) {
-    const int64_t in_panels = shape.in_channels / PANEL, moments = static_cast<int64_t>(by_panel.size()) / in_panels;
+    const int64_t panels = panels_of(shape.in_channels), moments = static_cast<int64_t>(by_panel.size()) / panels;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t t = 0; t < chunk.tiles; t++) pack_dy(chunk, t, shape.out_channels);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t panel = 0; panel < in_panels; panel++)
-        multiply_panel(panel, chunk, result, shape, moments ? by_panel.data() + panel * moments : nullptr);
+    for (int64_t panel = 0; panel < panels; panel++)
+        for_panel(panel, shape.in_channels, [&](auto in, int64_t row) {
+            multiply_panel(in, row, chunk, result, shape, moments ? by_panel.data() + panel * moments : nullptr);
+        });
 }
 
 void add_gradients(const Rows& rows, const Result& result, int threads) {
@@ -233,14 +256,15 @@ void add_gradients(const Rows& rows, const Result& result, int threads) {
     const std::vector<int64_t> chosen = rows_that_count(rows);
     const int64_t tiles = shape.tiles(), all_tiles = tiles * static_cast<int64_t>(chosen.size());
     const int64_t entries = shape.in_channels * shape.out_channels, size = std::min(CHUNK, all_tiles);
+    const int64_t in_panels = panels_of(shape.in_channels), out_panels = panels_of(shape.out_channels);
     const int64_t moments = result.moments ? result.kinds() * shape.out_channels : 0;
-    std::vector<double> by_panel(shape.in_channels / PANEL * moments, 0.0);
+    std::vector<double> by_panel(in_panels * moments, 0.0);
     if (all_tiles == 0) std::fill(result.gradient, result.gradient + 9 * entries, 0.f);
 
     const float* outside = zeros(std::max(shape.in_channels, shape.out_channels));
     tile.resize(size);
-    Chunk chunk{tile, {dy_memory.floats(Panels::size(size, shape.out_channels)), size}, nullptr};
-    if (all_tiles > size) chunk.kept = kept_memory.floats(entries / (PANEL * PANEL) * BLOCK_SIZE);
+    Chunk chunk{tile, {dy_memory.floats(Panels::size(size, out_panels)), size}, nullptr};
+    if (all_tiles > size) chunk.kept = kept_memory.floats(in_panels * out_panels * BLOCK_SIZE);
     for (int64_t begin = 0; begin < all_tiles; begin += size) {
         chunk.tiles = std::min(size, all_tiles - begin);
         chunk.first = begin == 0;
