@@ -17,7 +17,7 @@ from dpvision.bench.machine import threads
 from dpvision.bench.timing import quiet, reason_of
 from dpvision.bench.workload import Workload
 
-STEPS: Final = 3
+STEPS: Final = 2
 _KIBIBYTE: Final = 1024
 _SELF: Final = Path("/proc/self")
 

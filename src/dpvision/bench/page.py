@@ -33,7 +33,7 @@ _READING: Final = """\
 Every contender takes whole training steps on the same rows: the private ones clipped sum, noise and optimizer, the
 ordinary ones forward, backward and SGD with momentum. All run interleaved in one process, in a new order every round;
 figures are medians. *× eager* is the time as a multiple of ordinary eager PyTorch, *× fastest ordinary* as a multiple
-of the fastest ordinary variant that took part. Memory is the peak of three steps beyond model and data, in a process
+of the fastest ordinary variant that took part. Memory is the peak of two steps beyond model and data, in a process
 of its own. The first step counts, so a compiled variant carries its compiler. Opacus draws its noise from torch's
 ordinary generator; our noise has full tails and costs more. Where Opacus knows no views, they are averaged from its
 per-row gradients. jax-privacy does not take part: it lives in another framework.

@@ -53,9 +53,13 @@ def suite(name: str) -> tuple[Item, ...]:
 
 
 def _targets() -> tuple[Item, ...]:
+    # Peers take minutes a step at these sizes: suite "peers" has them at smaller ones.
+    ours = ("eager", "channels-last", "dpvision-native", "dpvision-unclipped")
+
     def item(target: Target, model: str, *, batch: int, views: int = 1, **picture: int) -> Item:
         workload = Workload.of(model, batch=batch, views=views, **picture)
-        return Item(suite="targets", workload=workload, target=target)
+        chosen = ours if target.plain_ratio is None else (*ours, "dpvision-plain")
+        return Item(suite="targets", workload=workload, target=target, contenders=None if batch >= 512 else chosen)
 
     return (
         item(Target(ratio=0.40, memory_ratio=0.8, plain_ratio=1.15), "scaleresnet9", batch=256),
@@ -64,8 +68,19 @@ def _targets() -> tuple[Item, ...]:
         item(Target(ratio=0.80, memory_ratio=1.0), "smoothnet", batch=256),
         item(Target(ratio=0.70, memory_ratio=1.0), "resnet9", batch=32, image_size=160),
         item(Target(ratio=0.70, memory_ratio=1.0), "unet9", batch=32, image_size=128),
-        item(Target(ratio=1.0), "shoefit_cnn", batch=256),
+        item(Target(ratio=1.0, plain_ratio=1.0), "shoefit_cnn", batch=256),
         item(Target(ratio=1.0), "linear", batch=4096, image_size=1, in_channels=2048),
+    )
+
+
+def _peers() -> tuple[Item, ...]:
+    sizes = {"shoefit_cnn": 256, "scaleresnet9": 64, "wrn16_4": 32, "smoothnet": 16, "resnet18": 32, "unet9": 8}
+    return tuple(
+        Item(
+            suite="peers",
+            workload=Workload.of(model, batch=batch, image_size=_CATALOGUE_SIZE.get(models.entry(model).family)),
+        )
+        for model, batch in sizes.items()
     )
 
 
@@ -104,6 +119,7 @@ def _quick() -> tuple[Item, ...]:
 
 _SUITES: Final[dict[str, Callable[[], tuple[Item, ...]]]] = {
     "targets": _targets,
+    "peers": _peers,
     "catalogue": _catalogue,
     "scaling": _scaling,
     "quick": _quick,
