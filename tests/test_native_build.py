@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -152,3 +152,37 @@ def test_two_processes_that_build_at_once_end_well(tmp_path: Path) -> None:
     outputs = [process.communicate(timeout=120)[0].strip() for process in processes]
     assert outputs == [f"42 {native.identity()}"] * 2
     assert len(built(tmp_path)) == 1
+
+
+def _writable_by_all(path: Path) -> None:
+    path.chmod(0o777)
+
+
+def _a_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("tamper", [_writable_by_all, _a_link])
+@pytest.mark.parametrize("folder", [False, True], ids=["the file", "the folder"])
+def test_kernels_that_somebody_else_could_have_put_there_are_not_loaded(
+    tmp_path: Path, tamper: Callable[[Path], None], folder: bool
+) -> None:
+    require_compiler()
+    assert building.build().library is not None
+    [library] = built(tmp_path)
+    tamper(library.parent if folder else library)
+    building._built.cache_clear()
+    assert_nothing_but_a_reason("could have been changed by somebody else")
+
+
+def test_a_generous_umask_does_not_keep_us_from_our_own_kernels(tmp_path: Path) -> None:
+    require_compiler()
+    before = os.umask(0o000)
+    try:
+        building._built.cache_clear()
+        for file in built(tmp_path):
+            file.unlink()
+        assert building.build().library is not None
+    finally:
+        os.umask(before)

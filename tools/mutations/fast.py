@@ -12,6 +12,40 @@ FAST = (
         ("a filter's own output is trusted too far", "_LEAST_GAIN: Final = 0.01", "_LEAST_GAIN: Final = 0.0"),
     ),
     *mutations(
+        "test_grads_fast_hazards",
+        "grads/capture.py",
+        (
+            "an overwritten output speaks for its layer",
+            "call.versions.append((seen, seen._version))  # overwritten later, it would say something else",
+            "pass",
+        ),
+    ),
+    *mutations(
+        "test_grads_fast_hazards",
+        "grads/rules/standardised.py",
+        ("rounding hides a standardised gradient", "terms = max(64, facts.z_OD.shape[1] / 2)", "terms = 8"),
+    ),
+    *mutations(
+        "test_grads_fast_hazards",
+        "grads/shares.py",
+        ("tiny numbers have no norm", "return x_UD.shape[1] * torch.finfo(x_UD.dtype).tiny", "return 0.0"),
+    ),
+    *mutations(
+        "test_grads_fast_hazards",
+        "grads/clip.py",
+        ("no room for rounding", "SLACK: Final = 32", "SLACK: Final = 0"),
+    ),
+    *mutations(
+        "test_grads_fast_hazards",
+        "grads/fast/rewrite.py",
+        ("writing into what others read", " or any(_writes_for_others(graph_module, node) for node in graph_module.graph.nodes)", ""),
+    ),
+    *mutations(
+        "test_native_build",
+        "native/build.py",
+        ("anybody's kernels are loaded", "        _require_own(path)\n", ""),
+    ),
+    *mutations(
         "test_grads_fast",
         "grads/fast/weights.py",
         ("the scale of standardised filters is lost in ghost norms", "dy * scale_O[:, None, None]", "dy"),

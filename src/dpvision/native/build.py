@@ -132,6 +132,7 @@ def _compile(compiler: str, path: Path) -> None:
         objects = sorted(map(str, Path(folder).glob("*.o")))
         openmp = [str(file) for file in _openmp()] or ["-fopenmp"]
         _run([compiler, "-shared", *objects, *openmp, "-o", "kernels.so"], folder)
+        (Path(folder) / "kernels.so").chmod(0o700)
         os.replace(Path(folder) / "kernels.so", path)
 
 

@@ -1,0 +1,66 @@
+"""What computes a sum decides its last bits: a resumed run computes alike, or forks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dpvision import models, native
+from dpvision.grads import Performance, admission
+from dpvision.training.loop import take_step
+from dpvision.training.start import begin, come_back
+from tiny_runs import CLASSES, SIDE, tiny_config, write_pictures
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    return write_pictures(tmp_path / "pictures.npz")
+
+
+def test_how_gradients_are_computed_is_settled_on_everybodys_weights(
+    tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, seen = admission._make, []
+
+    def watched(model: Any, *arguments: Any) -> Any:
+        seen.append({name: value.clone() for name, value in model.state_dict().items()})
+        return original(model, *arguments)
+
+    monkeypatch.setattr(admission, "_make", watched)
+    session, _ = begin(tiny_config(pictures), tmp_path / "run", seed=3, device="cpu")
+    for _ in range(5):
+        take_step(session)
+    session.save_checkpoint()
+    session.folder.close()
+    session, _ = come_back(tmp_path / "run", allow_fork=False, device="cpu")
+    take_step(session)
+    public = models.create("linear", num_classes=CLASSES, in_channels=1, image_size=SIDE, seed=0).state_dict()
+    assert len(seen) == 2
+    for weights in seen:
+        assert all(torch.equal(weights[name], value) for name, value in public.items())
+    assert not all(torch.equal(session.model.state_dict()[name], value) for name, value in public.items())
+
+
+def test_other_kernels_make_a_fork(tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, _ = begin(tiny_config(pictures), tmp_path / "run", seed=3, device="cpu")
+    take_step(session)
+    session.save_checkpoint()
+    session.folder.close()
+    monkeypatch.setattr(native, "identity", lambda: "native something else")
+    session, notes = come_back(tmp_path / "run", allow_fork=False, device="cpu")
+    assert session.fork == 1
+    assert any(note.startswith("kernels changed: the run forks") for note in notes)
+
+
+def test_with_compiled_kernels_every_resumption_is_a_fork(tmp_path: Path, pictures: Path) -> None:
+    config = tiny_config(pictures).model_copy(update={"performance": Performance(kernels="compiled")})
+    session, _ = begin(config, tmp_path / "run", seed=3, device="cpu")
+    take_step(session)
+    session.save_checkpoint()
+    session.folder.close()
+    session, notes = come_back(tmp_path / "run", allow_fork=False, device="cpu")
+    assert session.fork == 1
+    assert any(note.startswith("compiled kernels changed: the run forks") for note in notes)
