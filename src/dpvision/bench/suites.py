@@ -74,7 +74,7 @@ def _targets() -> tuple[Item, ...]:
 
 
 def _peers() -> tuple[Item, ...]:
-    sizes = {"shoefit_cnn": 256, "scaleresnet9": 64, "wrn16_4": 32, "smoothnet": 16, "resnet18": 32, "unet9": 8}
+    sizes = {"shoefit_cnn": 256, "scaleresnet9": 64, "wrn16_4": 32}
     return tuple(
         Item(
             suite="peers",
