@@ -13,4 +13,14 @@ from tools.mutations.training import TRAINING
 
 __all__ = ["MUTATIONS", "Mutation"]
 
-MUTATIONS: tuple[Mutation, ...] = (*NOISE, *OPTIMIZERS, *DATA, *ACCOUNTING, *GRADIENTS, *FAST, *NATIVE, *LEDGER, *TRAINING)
+MUTATIONS: tuple[Mutation, ...] = (
+    *NOISE,
+    *OPTIMIZERS,
+    *DATA,
+    *ACCOUNTING,
+    *GRADIENTS,
+    *FAST,
+    *NATIVE,
+    *LEDGER,
+    *TRAINING,
+)

@@ -38,7 +38,11 @@ FAST = (
     *mutations(
         "test_grads_fast_hazards",
         "grads/fast/rewrite.py",
-        ("writing into what others read", " or any(_writes_for_others(graph_module, node) for node in graph_module.graph.nodes)", ""),
+        (
+            "writing into what others read",
+            " or any(_writes_for_others(graph_module, node) for node in graph_module.graph.nodes)",
+            "",
+        ),
     ),
     *mutations(
         "test_native_build",
@@ -67,11 +71,19 @@ FAST = (
     *mutations(
         "test_grads_fast",
         "grads/admission.py",
-        ("a changed setting keeps the old graph", "return modules, parameters, rows, frozen_values(model)", "return modules, parameters, rows"),
+        (
+            "a changed setting keeps the old graph",
+            "return modules, parameters, rows, frozen_values(model)",
+            "return modules, parameters, rows",
+        ),
     ),
     *mutations(
         "test_grads_fast",
         "grads/plan.py",
-        ("a twin is used unproved", "return None if wrong else replace(plan, bytes_per_unit=memory)", "return replace(plan, bytes_per_unit=memory)"),
+        (
+            "a twin is used unproved",
+            "return None if wrong else replace(plan, bytes_per_unit=memory)",
+            "return replace(plan, bytes_per_unit=memory)",
+        ),
     ),
 )

@@ -50,7 +50,11 @@ GRADIENTS = (
     *mutations(
         "test_grads_guarantee",
         "grads/totals.py",
-        ("only the last micro-batch counts", "share.add_weighted_sum(self._sums.get(parameter), ", "share.add_weighted_sum(None, "),
+        (
+            "only the last micro-batch counts",
+            "share.add_weighted_sum(self._sums.get(parameter), ",
+            "share.add_weighted_sum(None, ",
+        ),
     ),
     *mutations(
         "test_preflight",

@@ -31,7 +31,11 @@ NATIVE = (
         ("native normals lose their tails", "tails.overwrite(radii, first, last);", ""),
         ("native normals are one percent too small", "* -2.0)", "* -1.98)"),
         ("the sum is not rounded to the grid", "std::rint(sums[i] * steps_per_sum)", "(sums[i] * steps_per_sum)"),
-        ("the noise is not rounded to the grid", "std::rint(normals[i] * steps_per_normal)", "(normals[i] * steps_per_normal)"),
+        (
+            "the noise is not rounded to the grid",
+            "std::rint(normals[i] * steps_per_normal)",
+            "(normals[i] * steps_per_normal)",
+        ),
     ),
     *mutations(
         "test_native_skinny",
