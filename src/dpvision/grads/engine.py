@@ -27,7 +27,8 @@ from dpvision.grads.refusals import movement
 from dpvision.grads.totals import Totals
 from dpvision.grads.units import LossFunction, UnitGradients, unit_gradients
 
-_MOST_UNITS: Final = 4096
+_MOST_PICTURES: Final = 512
+_MOST_FEATURE_ROWS: Final = 4096
 _EVEN: Final = 8
 
 
@@ -111,18 +112,20 @@ def _each_microbatch(
     network = plan.network(model)
     duties = duties_of(network, plan.exceptions)
     with held_through_step(network):
-        for microbatch in batch.microbatches(_microbatch_size(plan, performance)):
+        for microbatch in batch.microbatches(_microbatch_size(plan, first, performance)):
             arranged = plan.arranged(microbatch)
             yield arranged, unit_gradients(network, loss_fn, arranged, duties, plan.layouts)
 
 
-def _microbatch_size(plan: Plan, performance: Performance) -> int:
+def _microbatch_size(plan: Plan, like: Microbatch, performance: Performance) -> int:
     """As asked for, or as many units as fit the memory that a micro-batch may take."""
     if performance.microbatch_size is not None:
         return performance.microbatch_size
     fitting = performance.memory_mib * 2**20 // max(1, plan.bytes_per_unit)
     # Whole multiples of eight share evenly among threads.
-    return max(1, min(_MOST_UNITS, fitting if fitting < _EVEN else fitting // _EVEN * _EVEN))
+    # What a model works with between its layers is not counted, and may be much for pictures (a scattering transform).
+    most = _MOST_FEATURE_ROWS if like.inputs.dim() == 2 else _MOST_PICTURES
+    return max(1, min(most, fitting if fitting < _EVEN else fitting // _EVEN * _EVEN))
 
 
 @contextmanager
