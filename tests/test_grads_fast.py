@@ -15,7 +15,7 @@ from dpvision.checks import ArgumentError
 from dpvision.grads import Performance, clipped_sum_of_batch, oracle, unclipped_sum_of_batch
 from dpvision.grads.admission import plan_for
 from dpvision.grads.engine import Rows
-from dpvision.grads.fast import fast_twin
+from dpvision.grads.fast import fast_twin, holding
 from dpvision.grads.fast.conv import Winograd, WinogradConv2d, WinogradWSConv2d
 from dpvision.grads.fast.norm import FusedNorm
 from dpvision.models.layers import WSConv2d
@@ -369,6 +369,21 @@ def test_float64_and_strange_layouts_run_as_they_are() -> None:
     tiny, (x, y) = seeded(NETWORKS["standardised"]), rows(4, 2)
     assert twin_of(tiny, Rows(x, y, 1)) is not None  # too small for Winograd: its layers hand over to the originals
     assert relative_error(sums(tiny, Rows(x, y, 1), NATIVE), sums(tiny, Rows(x, y, 1), PLAIN)) <= TOLERANCE
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["torchvision style", "standardised"])
+def test_filters_that_are_not_kept_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, y) = seeded(NETWORKS[name]), rows(6, 8)
+    kept = sums(model, Rows(x, y, 1), NATIVE)
+    transformed = []
+    right = native.winograd.transform
+    monkeypatch.setattr(holding, "_MOST_FILTER_BYTES", 0)
+    monkeypatch.setattr(native.winograd, "transform", lambda *a, **k: transformed.append(k["memory"]) or right(*a, **k))
+    anew = sums(model, Rows(x, y, 1), NATIVE)
+    assert transformed
+    assert len(set(map(id, transformed))) == 1
+    assert all(torch.equal(kept[name], anew[name]) for name in kept)
 
 
 @needs_kernels

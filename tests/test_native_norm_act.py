@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch.nn import functional
 from dpvision.checks import ArgumentError
 from dpvision.native import moments, norm_act
 from dpvision.native.build import build
+from dpvision.native.norm_act import Chain
 
 pytestmark = pytest.mark.skipif(build().library is None, reason=f"no native kernels: {build().reason}")
 
@@ -85,38 +86,21 @@ def by_torch(case: Case, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -
     return functional.max_pool2d(y, 2) if case.pool else y
 
 
+def chain_of(case: Case) -> Chain:
+    return Chain(case.groups, 1e-5, case.activation, case.norm_first, case.pool)
+
+
 def by_kernel(
     case: Case, x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return norm_act.forward(
-        x,
-        gamma,
-        beta,
-        groups=case.groups,
-        eps=1e-5,
-        activation=case.activation,
-        norm_first=case.norm_first,
-        pool=case.pool,
-        residual=residual,
-    )
+    return norm_act.forward(x, gamma, beta, chain_of(case), residual)
 
 
 def gradients(
     case: Case, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     _, mean_NG, rstd_NG = by_kernel(case, x, gamma, beta)
-    return norm_act.backward(
-        dy,
-        x,
-        gamma,
-        beta,
-        mean_NG,
-        rstd_NG,
-        groups=case.groups,
-        activation=case.activation,
-        norm_first=case.norm_first,
-        pool=case.pool,
-    )
+    return norm_act.backward(dy, x, gamma, beta, mean_NG, rstd_NG, chain_of(case))
 
 
 def gradients_by_torch(case: Case, dy: Tensor, x: Tensor, gamma: Tensor, beta: Tensor) -> list[Tensor]:
@@ -271,29 +255,31 @@ def test_no_rows_give_no_rows() -> None:
 
 def test_what_the_kernels_do_not_take_is_said_and_refused() -> None:
     x = picture(2, 12, (4, 4))
-    assert norm_act.takes(x, 3)
-    assert norm_act.takes(picture(2, 12, (1, 1)), 3)
-    assert not norm_act.takes(picture(2, 12, (1, 4)), 3, pool=True)
-    assert not norm_act.takes(x, 5)
-    assert not norm_act.takes(x.double(), 3)
-    assert not norm_act.takes(x.contiguous(), 3)
-    plain = {"groups": 3, "eps": 1e-5, "activation": "relu", "norm_first": True, "pool": False}
-    for x_bad, options in [
-        (x.contiguous(), {}),
-        (x.double(), {}),
-        (x[0], {}),
-        (x, {"groups": 5}),
-        (x, {"groups": 0}),
-        (x, {"activation": "swish"}),
-        (x, {"residual": picture(2, 12, (2, 2))}),
-        (picture(2, 12, (1, 4)), {"pool": True}),
+    plain = Chain(3, 1e-5)
+    assert norm_act.takes(x, plain)
+    assert norm_act.takes(picture(2, 12, (1, 1)), plain)
+    assert not norm_act.takes(picture(2, 12, (1, 4)), replace(plain, pool=True))
+    assert not norm_act.takes(x, replace(plain, groups=5))
+    assert not norm_act.takes(x.double(), plain)
+    assert not norm_act.takes(x.contiguous(), plain)
+    plain = Chain(3, 1e-5, "relu")
+    for x_bad, chain in [
+        (x.contiguous(), plain),
+        (x.double(), plain),
+        (x[0], plain),
+        (x, replace(plain, groups=5)),
+        (x, replace(plain, groups=0)),
+        (x, replace(plain, activation="swish")),
+        (picture(2, 12, (1, 4)), replace(plain, pool=True)),
     ]:
         with pytest.raises(ArgumentError):
-            norm_act.forward(x_bad, None, None, **{**plain, **options})  # pyright: ignore[reportArgumentType]
+            norm_act.forward(x_bad, None, None, chain)
+    with pytest.raises(ArgumentError, match="residual"):
+        norm_act.forward(x, None, None, plain, picture(2, 12, (2, 2)))
     with pytest.raises(ArgumentError, match="gamma"):
-        norm_act.forward(x, torch.ones(11), None, **plain)  # pyright: ignore[reportArgumentType]
+        norm_act.forward(x, torch.ones(11), None, plain)
     with pytest.raises(ArgumentError, match="mean"):
-        norm_act.backward(x, x, None, None, x, x, groups=3, activation="relu", norm_first=True, pool=False)
+        norm_act.backward(x, x, None, None, x, x, plain)
 
 
 def test_the_operators_tell_shapes_and_strides_without_running() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -27,13 +26,6 @@ NO_TAILS = np.empty(0, dtype=np.int64), np.empty(0)
 PI = np.longdouble("3.14159265358979323846264338327950288")
 PIECE = 1024  # of the kernel
 STRETCH = 16384  # pairs from which on several threads work
-
-
-@pytest.fixture(autouse=True)
-def _threads_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def made(

@@ -1,8 +1,7 @@
-"""The 3×3 max-pool of stride 1 against PyTorch's, by itself and inside a fast twin."""
+"""Max-pools of stride 1 against PyTorch's, by itself and inside a fast twin."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -28,37 +27,39 @@ CHANNELS = [1, 3, 8, 13, 16, 67]
 BAD = (float("nan"), float("inf"), -float("inf"))
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def pictures(rows: int, channels: int, size: tuple[int, int], seed: int = 0) -> Tensor:
     """Random pictures, channels-last in memory, with few different numbers: so that windows have equals."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, (rows, *size, channels), generator=generator).float().permute(0, 3, 1, 2)
 
 
-def expected(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+def output_like(x: Tensor, window: int, seed: int = 1) -> Tensor:
+    """Pictures of the size that a pool of ``x`` has."""
+    height, width = (size - (3 - window) for size in x.shape[2:])
+    return pictures(x.shape[0], x.shape[1], (height, width), seed)
+
+
+def expected(x: Tensor, dy: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """PyTorch's output and input gradient."""
     x = x.detach().clone().requires_grad_()
-    y = F.max_pool2d(x, 3, stride=1, padding=1)
+    y = F.max_pool2d(x, window, stride=1, padding=pool.PADDING[window])
     (dx,) = torch.autograd.grad(y, x, dy)
     return y.detach(), dx
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
 @pytest.mark.parametrize("channels", CHANNELS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("window", "size"), [*((3, size) for size in SIZES), *((2, size) for size in SIZES if min(size) > 1)]
+)
 def test_output_and_gradient_are_those_of_pytorch_also_among_equals(
-    size: tuple[int, int], channels: int, rows: int
+    window: int, size: tuple[int, int], channels: int, rows: int
 ) -> None:
-    x, dy = pictures(rows, channels, size), pictures(rows, channels, size, 1)
-    y, index = pool.forward(x)
-    dx = pool.backward(dy, index)
-    true_y, true_dx = (x, dy) if rows == 0 else expected(x, dy)
+    x = pictures(rows, channels, size)
+    dy = output_like(x, window)
+    y, index = pool.forward(x, window=window)
+    dx = pool.backward(dy, index, window=window)
+    true_y, true_dx = (dy, x) if rows == 0 else expected(x, dy, window)
     assert index.dtype == torch.uint8
     assert torch.equal(y, true_y)
     assert torch.equal(dx, true_dx)  # sums of small whole numbers are exact in any order
@@ -66,15 +67,17 @@ def test_output_and_gradient_are_those_of_pytorch_also_among_equals(
         assert found.permute(0, 2, 3, 1).is_contiguous()
 
 
+@pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("bad", BAD)
-def test_nan_and_infinity_win_and_lose_as_in_pytorch(bad: float) -> None:
-    x, dy = pictures(4, 11, (6, 7)), pictures(4, 11, (6, 7), 1)
+def test_nan_and_infinity_win_and_lose_as_in_pytorch(bad: float, window: int) -> None:
+    x = pictures(4, 11, (6, 7))
+    dy = output_like(x, window)
     x[torch.rand(x.shape, generator=torch.Generator().manual_seed(2)) < 0.2] = bad
     x[3] = bad
-    y, index = pool.forward(x)
-    true_y, true_dx = expected(x, dy)
+    y, index = pool.forward(x, window=window)
+    true_y, true_dx = expected(x, dy, window)
     torch.testing.assert_close(y, true_y, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(pool.backward(dy, index), true_dx)
+    assert torch.equal(pool.backward(dy, index, window=window), true_dx)
 
 
 def test_the_index_says_which_of_nine_won() -> None:
@@ -84,11 +87,12 @@ def test_the_index_says_which_of_nine_won() -> None:
         assert pool.forward(x)[1][0, 0, 1, 1] == k
 
 
-def test_one_rows_values_do_not_reach_another_row() -> None:
+@pytest.mark.parametrize("window", [2, 3])
+def test_one_rows_values_do_not_reach_another_row(window: int) -> None:
     x = pictures(3, 5, (4, 6))
-    before = pool.forward(x)
+    before = pool.forward(x, window=window)
     x[1] = float("nan")
-    for found, was in zip(pool.forward(x), before, strict=True):
+    for found, was in zip(pool.forward(x, window=window), before, strict=True):
         assert torch.equal(found[[0, 2]], was[[0, 2]])
 
 
@@ -112,6 +116,10 @@ def test_what_the_kernels_cannot_read_is_refused() -> None:
             pool.forward(bad)
         with pytest.raises(ArgumentError, match="dy must be a channels-last"):
             pool.backward(bad, index)
+    for thin in (pictures(2, 4, (1, 6)), pictures(2, 4, (6, 1))):
+        assert not pool.takes(thin, window=2)
+        with pytest.raises(ArgumentError, match="window of 2 must fit"):
+            pool.forward(thin, window=2)
     for wrong in (index.contiguous(), index.long(), index[:1], index[:, :2]):
         with pytest.raises(ArgumentError, match="index must be what forward gave"):
             pool.backward(x, wrong)
@@ -129,15 +137,18 @@ def test_fake_tensors_see_the_shapes_and_no_kernel() -> None:
 
 def test_operators_keep_the_rules_of_torch_library() -> None:
     x = pictures(2, 3, (5, 6))
-    for name, arguments in (("forward", (x,)), ("backward", (x, pool.forward(x)[1]))):
-        operator = getattr(torch.ops.dpvision, f"pool_{name}").default
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    for window in (2, 3):
+        y, index = pool.forward(x, window=window)
+        for name, arguments in (("forward", (x, window)), ("backward", (y, index, window))):
+            operator = getattr(torch.ops.dpvision, f"pool_{name}").default
+            torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("true_layer", [nn.MaxPool2d(3, stride=1, padding=1), nn.MaxPool2d(2, stride=1)])
 @pytest.mark.parametrize("change", [lambda x: x, lambda x: x.contiguous(), lambda x: x.double(), lambda x: x[:0]])
-def test_the_layer_gives_what_pytorchs_gives_whatever_the_layout(change) -> None:
+def test_the_layer_gives_what_pytorchs_gives_whatever_the_layout(change, true_layer: nn.MaxPool2d) -> None:
     x = change(pictures(2, 5, (4, 6))).requires_grad_()
-    found, true = (layer(x) for layer in (FastMaxPool(), nn.MaxPool2d(3, stride=1, padding=1)))
+    found, true = (layer(x) for layer in (FastMaxPool(FastMaxPool.window_of(true_layer) or 0), true_layer))
     assert torch.equal(found, true)
     dy = torch.randint(-3, 4, found.shape).to(x.dtype)
     (found_dx,), (true_dx,) = (torch.autograd.grad(y, x, dy) for y in (found, true))
@@ -193,6 +204,6 @@ def test_other_pools_stay_as_they_are() -> None:
         nn.MaxPool2d(3, stride=1, padding=1, dilation=2),
         nn.AvgPool2d(3, stride=1, padding=1),
     ]
-    assert not any(FastMaxPool.fits(layer) for layer in others)
-    assert FastMaxPool.fits(nn.MaxPool2d((3, 3), stride=(1, 1), padding=(1, 1)))
+    assert {FastMaxPool.window_of(layer) for layer in others} == {None}
+    assert FastMaxPool.window_of(nn.MaxPool2d((3, 3), stride=(1, 1), padding=(1, 1))) == 3
     assert fast_twin(nn.Sequential(nn.Sequential(others[0]), nn.Flatten())) is None

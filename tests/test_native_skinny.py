@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,13 +20,6 @@ from dpvision.native.build import build
 pytestmark = pytest.mark.skipif(build().library is None, reason=f"no native kernels: {build().reason}")
 
 PIECE = 16384  # of the kernel
-
-
-@pytest.fixture(autouse=True)
-def _threads_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def rows(count: int, columns: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -275,3 +267,12 @@ def test_the_output_does_not_depend_on_threads_and_a_nan_stays_in_its_row() -> N
 def test_a_weight_of_another_shape_is_refused() -> None:
     with pytest.raises(ArgumentError, match="for 4 inputs"):
         skinny.forward(torch.ones(2, 4), torch.ones(3, 5), None)
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 1, 1), (3, 3, 5, 7), (3, 3, 16, 24), (1, 1, 3, 9), (3, 3, 0, 4)])
+def test_sums_of_filters_go_back_to_the_order_of_a_weight(shape: tuple[int, ...]) -> None:
+    sums = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = accumulate.to_weight_order(sums)
+    assert torch.equal(found, sums.permute(3, 2, 0, 1))
+    assert found.is_contiguous()
+    assert torch.equal(accumulate.to_weight_order(sums.float()), sums.float().permute(3, 2, 0, 1))

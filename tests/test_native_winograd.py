@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -22,13 +21,6 @@ SIZES = [(1, 1), (3, 5), (4, 4), (7, 9), (33, 17)]
 CHANNELS = [(16, 16), (64, 32), (16, 20), (67, 64), (33, 17), (1, 16), (5, 3)]
 # Float32 rounding, enlarged by the transforms' factors of up to 8: about 1e-6 in fact.
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def pictures(rows: int, channels: int, size: tuple[int, int], seed: int = 0) -> Tensor:

@@ -110,10 +110,11 @@ def _search_twin(
     """The fast twin, if it works for this model in the usual way and gives the model's gradients."""
     if twin is None:
         return None
-    probe = with_channels_last(probe)
+    channels_last = _channels_last_pays(model)
+    probe = with_channels_last(probe) if channels_last else probe
     try:
         layouts, misfits = _find_layouts(twin, loss_fn, probe, duties_of(twin, Exceptions()))
-        plan = Plan(Exceptions(), layouts, 0, channels_last=True, twin=twin)
+        plan = Plan(Exceptions(), layouts, 0, channels_last, twin)
         memory, wrong = (0, misfits) if misfits else _try_out(model, loss_fn, probe, plan, alone)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, DPVisionError):
         return None  # the model itself is examined next, and refused there if it must be
@@ -124,7 +125,8 @@ def _search_formats(
     model: nn.Module, loss_fn: LossFunction, probe: Microbatch, alone: list[dict[str, Tensor]], *, channels_last: bool
 ) -> tuple[Plan, list[str]]:
     """The faster memory format, unless the model can't take it: some reshape in ways that depend on it."""
-    if channels_last and probe.inputs.dim() == 4 and probe.inputs.device.type == "cpu":
+    pictures = probe.inputs.dim() == 4 and probe.inputs.device.type == "cpu"
+    if channels_last and pictures and _channels_last_pays(model):
         try:
             plan, wrong = _search(model, loss_fn, with_channels_last(probe), alone, channels_last=True)
         except RuntimeError:
@@ -132,6 +134,12 @@ def _search_formats(
         if plan is not None and not wrong:
             return plan, wrong
     return _search(model, loss_fn, probe, alone, channels_last=False)
+
+
+def _channels_last_pays(model: nn.Module) -> bool:
+    """Not where all that learns are linear layers: whatever flattens pictures for them would turn them back."""
+    owners = (module for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
+    return any(type(module) is not nn.Linear for module in owners)
 
 
 def _search(

@@ -22,6 +22,7 @@ from dpvision.grads.fallback import fallback_shares
 from dpvision.grads.layout import Layout, Layouts
 from dpvision.grads.rules import LayerCall
 from dpvision.grads.shares import Share, added
+from dpvision.native.channels_last import laid_out
 
 LossFunction = Callable[[Any, Tensor], Tensor]
 """From the model's outputs and the targets to one loss per row."""
@@ -93,9 +94,7 @@ def with_channels_last(microbatch: Microbatch) -> Microbatch:
     x = microbatch.inputs
     if x.dim() != 4 or not x.is_floating_point():
         return microbatch
-    _, channels, height, width = x.shape
-    laid_out = x.new_empty_strided(x.shape, (height * width * channels, 1, width * channels, channels))
-    return replace(microbatch, inputs=laid_out.copy_(x))
+    return replace(microbatch, inputs=laid_out(x))
 
 
 def _places(calls: list[Call], layouts: Layouts) -> list[Layout]:

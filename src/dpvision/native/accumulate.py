@@ -1,9 +1,9 @@
-"""Weighted sums of per-unit gradients, added to a running float64 sum in one pass over the memory.
+"""Sums of per-unit gradients in float64, each in one pass over the memory: weighted ones, and the way back to a weight.
 
-Called outside any graph, many times a step, and changes its argument: so it is no operator of torch's.
+Called outside any graph, many times a step: so they are no operators of torch's.
 """
 
-# U units, D entries of a parameter
+# U units, D entries of a parameter, K kernel, I in, O out
 
 from __future__ import annotations
 
@@ -40,6 +40,17 @@ def add_weighted(total: Tensor, parts: Tensor, factor_U: Tensor) -> None:
     _kernel()(parts.shape[0], total.numel(), *tensors, torch.get_num_threads())
 
 
+def to_weight_order(sums_KKIO: Tensor) -> Tensor:
+    """The same numbers as a weight (O, I, K, K), contiguous."""
+    if build().library is None or not _fits(sums_KKIO, torch.float64):
+        return sums_KKIO.permute(3, 2, 0, 1).contiguous()
+    height, width, inputs, outputs = sums_KKIO.shape
+    weight_OIKK = sums_KKIO.new_empty(outputs, inputs, height, width)
+    tensors = (sums_KKIO.data_ptr(), weight_OIKK.data_ptr())
+    _order_kernel()(height * width, inputs, outputs, *tensors, torch.get_num_threads())
+    return weight_OIKK
+
+
 def _fits(x: Tensor, dtype: torch.dtype) -> bool:
     return x.dtype == dtype and x.device.type == "cpu" and x.is_contiguous()
 
@@ -48,5 +59,13 @@ def _fits(x: Tensor, dtype: torch.dtype) -> bool:
 def _kernel() -> Callable[..., None]:
     function = loaded()["dpvision_add_weighted"]
     function.argtypes = [*[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3, ctypes.c_int]
+    function.restype = None
+    return function
+
+
+@functools.cache
+def _order_kernel() -> Callable[..., None]:
+    function = loaded()["dpvision_filter_order"]
+    function.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2, ctypes.c_int]
     function.restype = None
     return function

@@ -29,6 +29,16 @@ def is_channels_last(x_NCHW: Tensor) -> bool:
     return x_NCHW.numel() == 0 or all(size == 1 or stride == want for size, stride, want in steps)
 
 
+def laid_out(x_NCHW: Tensor) -> Tensor:
+    """The same numbers in that layout, whatever their type, with its strides also where a size is 1.
+
+    PyTorch tells layouts by strides: a grey picture without them would make it go on with the other layout.
+    """
+    if is_channels_last(x_NCHW):
+        return x_NCHW.as_strided(x_NCHW.shape, strides_of(*x_NCHW.shape[1:]))
+    return empty(x_NCHW, *x_NCHW.shape).copy_(x_NCHW)
+
+
 def empty(x: Tensor, rows: int, channels: int, height: int, width: int) -> Tensor:
     """An uninitialised picture in that layout, otherwise like ``x``."""
     return x.new_empty_strided((rows, channels, height, width), strides_of(channels, height, width))

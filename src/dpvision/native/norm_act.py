@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -35,39 +36,45 @@ class _Task(ctypes.Structure):
     )
 
 
-class _Settings(NamedTuple):
-    """What a custom op takes as a list of whole numbers."""
+@final
+@dataclass(frozen=True)
+class Chain:
+    """What follows what: norm and activation in either order, then perhaps a 2×2 max-pool."""
 
     groups: int
-    activation: int
-    norm_first: bool
-    pool: bool
+    eps: float
+    activation: str = "none"
+    norm_first: bool = True
+    pool: bool = False
+
+    @property
+    def numbers(self) -> list[int]:
+        """All but ``eps``, as a custom op takes them."""
+        if self.activation not in ACTIVATIONS:
+            raise ArgumentError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}.")
+        return [self.groups, ACTIVATIONS[self.activation], self.norm_first, self.pool]
 
 
-def takes(x_NCHW: Tensor, groups: int, *, pool: bool = False) -> bool:
+def takes(x_NCHW: Tensor, chain: Chain) -> bool:
     """Whether these kernels can be used: they exist, and the picture's layout and size fit."""
-    return build().library is not None and channels_last.is_channels_last(x_NCHW) and _fits(x_NCHW, groups, pool)
+    if build().library is None or not channels_last.is_channels_last(x_NCHW):
+        return False
+    return _fits(x_NCHW, chain.groups, chain.pool)
 
 
 def forward(
     x_NCHW: Tensor,
     gamma_C: Tensor | None,
     beta_C: Tensor | None,
-    *,
-    groups: int,
-    eps: float,
-    activation: str,
-    norm_first: bool,
-    pool: bool,
+    chain: Chain,
     residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, and mean_NG and rstd_NG (one over the standard deviation), which ``backward`` wants.
 
     An odd last row or column counts in the statistics, but is in no pooling window. No gamma means 1, no beta 0.
     """
-    settings = _Settings(groups, _number_of(activation), norm_first, pool)
     run = _forward if channels_last.without_dispatch(x_NCHW) else _forward_operator
-    return run(x_NCHW, gamma_C, beta_C, residual, eps, settings)
+    return run(x_NCHW, gamma_C, beta_C, residual, chain.eps, chain.numbers)
 
 
 def backward(
@@ -77,22 +84,20 @@ def backward(
     beta_C: Tensor | None,
     mean_NG: Tensor,
     rstd_NG: Tensor,
-    *,
-    groups: int,
-    activation: str,
-    norm_first: bool,
-    pool: bool,
+    chain: Chain,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, and every row's own gradients dgamma_NC and dbeta_NC. The residual's gradient is ``dy`` itself."""
-    settings = _Settings(groups, _number_of(activation), norm_first, pool)
     run = _backward if channels_last.without_dispatch(x_NCHW) else _backward_operator
-    return run(dy, x_NCHW, gamma_C, beta_C, mean_NG, rstd_NG, settings)
+    return run(dy, x_NCHW, gamma_C, beta_C, mean_NG, rstd_NG, chain.numbers)
 
 
-def _number_of(activation: str) -> int:
-    if activation not in ACTIVATIONS:
-        raise ArgumentError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
-    return ACTIVATIONS[activation]
+class _Settings(NamedTuple):
+    """What a custom op gets as a list of whole numbers."""
+
+    groups: int
+    activation: int
+    norm_first: bool
+    pool: bool
 
 
 def _fits(x_NCHW: Tensor, groups: int, pool: bool) -> bool:

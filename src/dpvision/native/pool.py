@@ -1,4 +1,4 @@
-"""The 3×3 max-pool of stride 1 and padding 1, which smooths a picture and keeps its size.
+"""Max-pools of stride 1: windows of 3×3 with padding 1, which keep a picture's size, or of 2×2 without padding.
 
 Pictures are float32 and channels-last in memory.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,25 +19,33 @@ from dpvision.checks import Problems
 from dpvision.native import channels_last
 from dpvision.native.build import build, loaded
 
+PADDING: Final = {2: 0, 3: 1}
+"""The windows there are, and the padding that goes with them."""
 
-def takes(x_NCHW: Tensor) -> bool:
-    """Whether these kernels can be used: they exist, and the picture's layout fits."""
-    return build().library is not None and channels_last.is_channels_last(x_NCHW) and min(x_NCHW.shape[1:]) >= 1
+_SMALLER: Final = {2: 1, 3: 0}
+_NAMES: Final = {2: "pool_two", 3: "pool"}
 
 
-def forward(x_NCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each window, y_NCHW, and which of the nine it is, index_NCHW in uint8, counted row by row.
+def takes(x_NCHW: Tensor, *, window: int = 3) -> bool:
+    """Whether these kernels can be used: they exist, and the picture's layout and size fit."""
+    if build().library is None or not channels_last.is_channels_last(x_NCHW):
+        return False
+    return x_NCHW.shape[1] >= 1 and min(x_NCHW.shape[2:]) > _SMALLER[window]
+
+
+def forward(x_NCHW: Tensor, *, window: int = 3) -> tuple[Tensor, Tensor]:
+    """The largest of each window, y_NCHW, and which of its numbers it is, index_NCHW in uint8, counted row by row.
 
     As in PyTorch the first of equals wins, and of several NaNs the last.
     """
     run = _forward if channels_last.without_dispatch(x_NCHW) else _forward_operator
-    return run(x_NCHW)
+    return run(x_NCHW, window)
 
 
-def backward(dy_NCHW: Tensor, index_NCHW: Tensor) -> Tensor:
+def backward(dy_NCHW: Tensor, index_NCHW: Tensor, *, window: int = 3) -> Tensor:
     """The gradient dx_NCHW: each window's goes to its winner."""
     run = _backward if channels_last.without_dispatch(dy_NCHW) else _backward_operator
-    return run(dy_NCHW, index_NCHW)
+    return run(dy_NCHW, index_NCHW, window)
 
 
 @functools.cache
@@ -47,23 +56,25 @@ def _kernel(name: str) -> Callable[..., None]:
     return function
 
 
-def _run(name: str, *tensors: Tensor) -> None:
-    rows, channels, height, width = tensors[0].shape
+def _run(name: str, shape: torch.Size, *tensors: Tensor) -> None:
+    rows, channels, height, width = shape
     pointers = [tensor.data_ptr() for tensor in tensors]
     _kernel(name)(rows, height, width, channels, *pointers, torch.get_num_threads())
 
 
-def _forward(x: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(x: Tensor, window: int) -> tuple[Tensor, Tensor]:
     problems = Problems()
     channels_last.require(problems, "x", x, x.shape)
     problems.raise_if_any()
-    y, index = _empty(x)
-    if x.numel():
-        _run("dpvision_pool_forward", x, y, index)
+    problems.require(takes(x, window=window), f"a window of {window} must fit the picture, got {tuple(x.shape)}.")
+    problems.raise_if_any()
+    y, index = _empty(x, window)
+    if y.numel():
+        _run(f"dpvision_{_NAMES[window]}_forward", x.shape, x, y, index)
     return y, index
 
 
-def _backward(dy: Tensor, index: Tensor) -> Tensor:
+def _backward(dy: Tensor, index: Tensor, window: int) -> Tensor:
     problems = Problems()
     channels_last.require(problems, "dy", dy, dy.shape)
     problems.require(
@@ -72,34 +83,44 @@ def _backward(dy: Tensor, index: Tensor) -> Tensor:
         f"{index.stride()}, {index.dtype}.",
     )
     problems.raise_if_any()
-    dx = channels_last.empty(dy, *dy.shape)
+    dx = _empty_gradient(dy, window)
     if dy.numel():
-        _run("dpvision_pool_backward", dy, index, dx)
+        _run(f"dpvision_{_NAMES[window]}_backward", dx.shape, dy, index, dx)
     return dx
 
 
-def _empty(x: Tensor) -> tuple[Tensor, Tensor]:
-    y = channels_last.empty(x, *x.shape)
+def _empty(x: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    rows, channels, height, width = x.shape
+    y = channels_last.empty(x, rows, channels, height - _SMALLER[window], width - _SMALLER[window])
     return y, torch.empty_like(y, dtype=torch.uint8)
 
 
+def _empty_gradient(dy: Tensor, window: int) -> Tensor:
+    rows, channels, height, width = dy.shape
+    return channels_last.empty(dy, rows, channels, height + _SMALLER[window], width + _SMALLER[window])
+
+
 _forward_operator = torch.library.custom_op(
-    "dpvision::pool_forward", _forward, mutates_args=(), device_types="cpu", schema="(Tensor x) -> (Tensor, Tensor)"
+    "dpvision::pool_forward",
+    _forward,
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor x, int window) -> (Tensor, Tensor)",
 )
 _backward_operator = torch.library.custom_op(
     "dpvision::pool_backward",
     _backward,
     mutates_args=(),
     device_types="cpu",
-    schema="(Tensor dy, Tensor index) -> Tensor",
+    schema="(Tensor dy, Tensor index, int window) -> Tensor",
 )
 
 
 @_forward_operator.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    return _empty(x)
+def _(x: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    return _empty(x, window)
 
 
 @_backward_operator.register_fake
-def _(dy: Tensor, index: Tensor) -> Tensor:  # noqa: ARG001
-    return channels_last.empty(dy, *dy.shape)
+def _(dy: Tensor, index: Tensor, window: int) -> Tensor:  # noqa: ARG001
+    return _empty_gradient(dy, window)

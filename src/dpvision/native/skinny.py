@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dpvision.checks import Problems
 from dpvision.native.build import build, loaded
+from dpvision.native.channels_last import without_dispatch
 
 MOST_OUTPUTS: Final = 10
 """Measured on a CPU with AVX-512: above about as many, matrix products are as fast."""
@@ -27,7 +28,8 @@ def takes(a_NI: Tensor, g_NO: Tensor) -> bool:
 
 def forward(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> tuple[Tensor, Tensor]:
     """``x wᵀ + bias``, and each row's ‖x‖² in float64, to a relative 1e-6."""
-    return _forward(x_NI, weight_OI, bias_O)
+    run = _forward if without_dispatch(x_NI) else _forward_operator
+    return run(x_NI, weight_OI, bias_O)
 
 
 def outer_sum(a_NI: Tensor, g_NO: Tensor, factor_N: Tensor) -> Tensor:
@@ -38,7 +40,8 @@ def outer_sum(a_NI: Tensor, g_NO: Tensor, factor_N: Tensor) -> Tensor:
     Guarantee: a row with factor 0 is not looked at. Every column is the work of one thread: no bit depends on their
     number.
     """
-    return _outer_sum(a_NI, g_NO, factor_N)
+    run = _outer_sum if without_dispatch(a_NI) else _outer_sum_operator
+    return run(a_NI, g_NO, factor_N)
 
 
 def _fits(x: Tensor, dtype: torch.dtype) -> bool:
@@ -53,12 +56,6 @@ def _kernel(name: str, pointers: int) -> Callable[..., None]:
     return function
 
 
-@torch.library.custom_op(
-    "dpvision::outer_sum",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor a, Tensor g, Tensor factor) -> Tensor",
-)
 def _outer_sum(a: Tensor, g: Tensor, factor: Tensor) -> Tensor:
     problems = Problems()
     problems.require(takes(a, g), f"a {tuple(a.shape)} and g {tuple(g.shape)} do not fit this kernel. Use `takes`.")
@@ -75,17 +72,20 @@ def _outer_sum(a: Tensor, g: Tensor, factor: Tensor) -> Tensor:
     return sums
 
 
-@_outer_sum.register_fake
+_outer_sum_operator = torch.library.custom_op(
+    "dpvision::outer_sum",
+    _outer_sum,
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor a, Tensor g, Tensor factor) -> Tensor",
+)
+
+
+@_outer_sum_operator.register_fake
 def _(a: Tensor, g: Tensor, factor: Tensor) -> Tensor:  # noqa: ARG001
     return a.new_empty((g.shape[1], a.shape[1]), dtype=torch.float64)
 
 
-@torch.library.custom_op(
-    "dpvision::skinny_forward",
-    mutates_args=(),
-    device_types="cpu",
-    schema="(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)",
-)
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     (rows, columns), outputs = x.shape, weight.shape[0]
     y, squares = x.new_empty((rows, outputs)), x.new_empty((rows,), dtype=torch.float64)
@@ -105,7 +105,16 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     return y, squares
 
 
-@_forward.register_fake
+_forward_operator = torch.library.custom_op(
+    "dpvision::skinny_forward",
+    _forward,
+    mutates_args=(),
+    device_types="cpu",
+    schema="(Tensor x, Tensor weight, Tensor? bias) -> (Tensor, Tensor)",
+)
+
+
+@_forward_operator.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     rows = x.shape[0]
     return x.new_empty((rows, weight.shape[0])), x.new_empty((rows,), dtype=torch.float64)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -47,10 +49,33 @@ def takes(*, in_channels: int, out_channels: int) -> bool:
     return min(in_channels, out_channels) >= 1 and build().library is not None
 
 
-def transform(weight_OIKK: Tensor, *, backward: bool) -> Filters:
+class SharedMemory:
+    """Memory for one layer's filters after another's: what is put there is gone when the next ones are."""
+
+    def __init__(self) -> None:
+        self._values: Tensor | None = None
+
+    def like(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """An uninitialised tensor like ``x`` of that shape."""
+        count = math.prod(shape)
+        if self._values is None or self._values.numel() < count:
+            self._values = x.new_empty(count)
+        return self._values[:count].view(*shape)
+
+
+def transform(weight_OIKK: Tensor, *, backward: bool, memory: SharedMemory | None = None) -> Filters:
     """The filters as ``convolve`` wants them; with ``backward``, those that take dy to dx."""
-    run = _transform_now if _is_plain(weight_OIKK) else _transform_op
-    return Filters(run(weight_OIKK, backward), weight_OIKK.shape[1 if backward else 0])
+    if _is_plain(weight_OIKK):
+        values = _transform_now(weight_OIKK, backward, memory)
+    else:
+        values = _transform_op(weight_OIKK, backward)
+    return Filters(values, weight_OIKK.shape[1 if backward else 0])
+
+
+def filter_bytes(*, in_channels: int, out_channels: int) -> int:
+    """What the filters of both directions take."""
+    numbers = _panels(out_channels) * in_channels + _panels(in_channels) * out_channels
+    return 4 * _POINTS * _PANEL * numbers
 
 
 def convolve(x_NCHW: Tensor, filters: Filters, bias_O: Tensor | None) -> Tensor:
@@ -104,13 +129,14 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     )
 
 
-def _transform_now(weight_OIKK: Tensor, backward: bool) -> Tensor:
+def _transform_now(weight_OIKK: Tensor, backward: bool, memory: SharedMemory | None = None) -> Tensor:
     _check(weight_OIKK=weight_OIKK)
     if min(weight_OIKK.shape) < 1 or weight_OIKK.shape[2:] != (3, 3):
         raise ArgumentError(f"weight_OIKK must be filters of 3×3, got shape {tuple(weight_OIKK.shape)}.")
     out_channels, in_channels = weight_OIKK.shape[:2]
     weight_OIKK = weight_OIKK.contiguous()
-    out = _empty_filters(weight_OIKK, backward)
+    shape = _filters_shape(weight_OIKK, backward)
+    out = weight_OIKK.new_empty(shape) if memory is None else memory.like(weight_OIKK, shape)
     _library().dpvision_winograd_filters(
         _at(weight_OIKK), out_channels, in_channels, int(backward), _at(out), torch.get_num_threads()
     )
@@ -169,7 +195,12 @@ def _summed_gradient_now(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> T
     return gradient_KKIO
 
 
-_transform_op = torch.library.custom_op("dpvision::winograd_transform", _transform_now, mutates_args=())
+_transform_op = torch.library.custom_op(
+    "dpvision::winograd_transform",
+    _transform_now,
+    mutates_args=(),
+    schema="(Tensor weight_OIKK, bool backward) -> Tensor",
+)
 _convolve_op = torch.library.custom_op("dpvision::winograd_convolve", _convolve_now, mutates_args=())
 _unit_gradients_op = torch.library.custom_op(
     "dpvision::winograd_unit_gradients", _unit_gradients_now, mutates_args=("gradient_UKKIO",)
@@ -181,7 +212,7 @@ _summed_gradient_op = torch.library.custom_op(
 
 @_transform_op.register_fake
 def _(weight_OIKK: Tensor, backward: bool) -> Tensor:
-    return _empty_filters(weight_OIKK, backward)
+    return weight_OIKK.new_empty(_filters_shape(weight_OIKK, backward))
 
 
 @_convolve_op.register_fake
@@ -203,10 +234,10 @@ def _panels(channels: int) -> int:
     return -(-channels // _PANEL)
 
 
-def _empty_filters(weight_OIKK: Tensor, backward: bool) -> Tensor:
+def _filters_shape(weight_OIKK: Tensor, backward: bool) -> tuple[int, ...]:
     out_channels, in_channels = weight_OIKK.shape[:2]
     columns, channels = (in_channels, out_channels) if backward else (out_channels, in_channels)
-    return weight_OIKK.new_empty(_POINTS, _panels(columns), channels, _PANEL)
+    return _POINTS, _panels(columns), channels, _PANEL
 
 
 def _empty_pictures(x_NCHW: Tensor, channels: int) -> Tensor:

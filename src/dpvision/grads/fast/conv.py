@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from dpvision.grads.fast.norm import channels_last, is_channels_last
 from dpvision.grads.fast.stand_in import StandIn
 from dpvision.grads.rules.standardised import Standardisation
 from dpvision.models.layers import WSConv2d
 from dpvision.native import winograd
+from dpvision.native.channels_last import is_channels_last, laid_out
 
 _LEAST_SIDE: Final = 3
 """Below this, most of a 4×4 tile is padding."""
@@ -42,7 +42,7 @@ class _Convolve(Function):
     def backward(ctx: Any, dy_NOHW: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
-        return winograd.convolve(channels_last(dy_NOHW), ctx.layer.filters(backward=True), None), None, None, None
+        return winograd.convolve(laid_out(dy_NOHW), ctx.layer.filters(backward=True), None), None, None, None
 
 
 @final
@@ -100,7 +100,21 @@ class Winograd(ConvStandIn):
     def filters(self, *, backward: bool) -> winograd.Filters:
         """The transformed filters of the forward pass or of the input gradient."""
         weight = self.derived("weight", self.used_weight)
+        memory: winograd.SharedMemory | None = self._held.get("shared memory")
+        if memory is not None:
+            with torch.no_grad():
+                return winograd.transform(weight, backward=backward, memory=memory)
         return self.derived(f"filters {backward}", lambda: winograd.transform(weight, backward=backward))
+
+    @property
+    def filter_bytes(self) -> int:
+        """What it would take to keep the filters of both directions."""
+        layer = self.layer
+        return winograd.filter_bytes(in_channels=layer.in_channels, out_channels=layer.out_channels)
+
+    def share(self, memory: winograd.SharedMemory) -> None:
+        """Transform filters anew for every pass, in memory that other layers use as well."""
+        self._held["shared memory"] = memory
 
     def takes(self, x_NIHW: Tensor) -> bool:
         """Whether this input goes through Winograd's method."""

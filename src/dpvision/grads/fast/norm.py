@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
@@ -18,6 +17,8 @@ from torch.autograd.function import Function, once_differentiable
 from dpvision.grads.rules.registry import LayerCall, register
 from dpvision.grads.shares import Kept, Share, sum_by_unit
 from dpvision.native import norm_act
+from dpvision.native.channels_last import is_channels_last, laid_out
+from dpvision.native.norm_act import Chain
 
 ACTIVATIONS: Final[dict[str, Any]] = {
     "none": lambda x: x,
@@ -32,29 +33,20 @@ ACTIVATIONS: Final[dict[str, Any]] = {
 _MOST_VARIANTS: Final = 256
 
 
-@final
-@dataclass(frozen=True)
-class Chain:
-    """What follows what: norm and activation in either order, then perhaps a 2×2 max-pool."""
-
-    groups: int
-    eps: float
-    activation: str = "none"
-    norm_first: bool = True
-    pool: bool = False
-
-    def plain(self, x_NCHW: Tensor, gamma_NC: Tensor | None, beta_NC: Tensor | None, residual: Tensor | None) -> Tensor:
-        """The chain in PyTorch's own operations, γ and β given for each row."""
-        act = ACTIVATIONS[self.activation]
-        y = F.group_norm(x_NCHW if self.norm_first else act(x_NCHW), self.groups, eps=self.eps)
-        if gamma_NC is not None:
-            y = y * gamma_NC[:, :, None, None]
-        if beta_NC is not None:
-            y = y + beta_NC[:, :, None, None]
-        if self.norm_first:
-            y = act(y)
-        y = F.max_pool2d(y, 2) if self.pool else y
-        return y if residual is None else y + residual
+def in_plain_operations(
+    chain: Chain, x_NCHW: Tensor, gamma_NC: Tensor | None, beta_NC: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """The chain in PyTorch's own operations, γ and β given for each row."""
+    act = ACTIVATIONS[chain.activation]
+    y = F.group_norm(x_NCHW if chain.norm_first else act(x_NCHW), chain.groups, eps=chain.eps)
+    if gamma_NC is not None:
+        y = y * gamma_NC[:, :, None, None]
+    if beta_NC is not None:
+        y = y + beta_NC[:, :, None, None]
+    if chain.norm_first:
+        y = act(y)
+    y = F.max_pool2d(y, 2) if chain.pool else y
+    return y if residual is None else y + residual
 
 
 class _NormAct(Function):
@@ -71,17 +63,7 @@ class _NormAct(Function):
     ) -> Tensor:
         gamma_C = None if gamma_NC is None else gamma_NC[0].contiguous()
         beta_C = None if beta_NC is None else beta_NC[0].contiguous()
-        y, mean_NG, rstd_NG = norm_act.forward(
-            x_NCHW,
-            gamma_C,
-            beta_C,
-            groups=chain.groups,
-            eps=chain.eps,
-            activation=chain.activation,
-            norm_first=chain.norm_first,
-            pool=chain.pool,
-            residual=residual,
-        )
+        y, mean_NG, rstd_NG = norm_act.forward(x_NCHW, gamma_C, beta_C, chain, residual)
         ctx.save_for_backward(x_NCHW, gamma_C, beta_C, mean_NG, rstd_NG)
         ctx.chain, ctx.has_residual = chain, residual is not None
         return y
@@ -89,27 +71,15 @@ class _NormAct(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        chain: Chain = ctx.chain
         x_NCHW, gamma_C, beta_C, mean_NG, rstd_NG = ctx.saved_tensors
-        dx, dgamma_NC, dbeta_NC = norm_act.backward(
-            channels_last(dy),
-            x_NCHW,
-            gamma_C,
-            beta_C,
-            mean_NG,
-            rstd_NG,
-            groups=chain.groups,
-            activation=chain.activation,
-            norm_first=chain.norm_first,
-            pool=chain.pool,
-        )
+        dx, dgamma_NC, dbeta_NC = norm_act.backward(laid_out(dy), x_NCHW, gamma_C, beta_C, mean_NG, rstd_NG, ctx.chain)
         residual = dy if ctx.has_residual else None
         return dx, dgamma_NC if gamma_C is not None else None, dbeta_NC if beta_C is not None else None, residual, None
 
 
 @functools.cache
 def _compiled(chain: Chain) -> Callable[..., Tensor]:
-    return torch.compile(chain.plain)
+    return torch.compile(functools.partial(in_plain_operations, chain))
 
 
 @final
@@ -137,36 +107,17 @@ class FusedNorm(nn.Module):
             with config.patch(recompile_limit=_MOST_VARIANTS):
                 return _compiled(self.chain)(x, gamma_NC, beta_NC, residual)
         if not self._native(x, residual):
-            return self.chain.plain(x, gamma_NC, beta_NC, residual)
+            return in_plain_operations(self.chain, x, gamma_NC, beta_NC, residual)
         return _NormAct.apply(x, gamma_NC, beta_NC, residual, self.chain)
 
     def _native(self, x: Tensor, residual: Tensor | None) -> bool:
         pool = 2 if self.chain.pool else 1
-        if x.dim() != 4 or x.shape[0] == 0 or not is_channels_last(x) or min(x.shape[2:]) < pool:
+        if x.dim() != 4 or x.shape[0] == 0 or not norm_act.takes(x, self.chain):
             return False
         if residual is not None:
             shape = (*x.shape[:2], x.shape[2] // pool, x.shape[3] // pool)
-            if residual.shape != shape or not is_channels_last(residual):
-                return False
-        return norm_act.takes(x, self.chain.groups)
-
-
-def is_channels_last(x_NCHW: Tensor) -> bool:
-    """Whether a float32 picture in a CPU's memory has each position's channels together, positions in order."""
-    if x_NCHW.dtype != torch.float32 or x_NCHW.device.type != "cpu" or x_NCHW.dim() != 4:
-        return False
-    _, channels, height, width = x_NCHW.shape
-    wanted = (height * width * channels, 1, width * channels, channels)
-    return all(size == 1 or got == want for size, got, want in zip(x_NCHW.shape, x_NCHW.stride(), wanted, strict=True))
-
-
-def channels_last(x_NCHW: Tensor) -> Tensor:
-    """The same numbers, laid out so."""
-    if is_channels_last(x_NCHW):
-        return x_NCHW
-    _, channels, height, width = x_NCHW.shape
-    strides = (height * width * channels, 1, width * channels, channels)
-    return x_NCHW.new_empty_strided(x_NCHW.shape, strides).copy_(x_NCHW)
+            return residual.shape == shape and is_channels_last(residual)
+        return True
 
 
 def fused_norm(call: LayerCall) -> dict[str, Share]:

@@ -15,11 +15,12 @@ from torch import fx, nn
 
 from dpvision.grads.fast.conv import HeldWSConv2d, WinogradConv2d, WinogradWSConv2d
 from dpvision.grads.fast.linear import SkinnyLinear
-from dpvision.grads.fast.norm import Chain, FusedNorm
-from dpvision.grads.fast.pool import FastMaxPool
+from dpvision.grads.fast.norm import FusedNorm
+from dpvision.grads.fast.pool import FastMaxPool, is_max_pool
 from dpvision.grads.fast.trace import traced
 from dpvision.grads.rules import rule_for
 from dpvision.models.layers import WSConv2d
+from dpvision.native.norm_act import Chain
 
 _LAYERS: Final[dict[type[nn.Module], str]] = {
     nn.ReLU: "relu",
@@ -51,7 +52,7 @@ def fast_twin(model: nn.Module, *, compiled: bool = False) -> fx.GraphModule | N
         return None
     made = _fuse_norms(graph_module, compiled=compiled)
     if not compiled:
-        made += _replace_convolutions(graph_module) + _replace_linears(graph_module) + _replace_pools(graph_module)
+        made += _replace_layers(graph_module)
     if not made:
         return None
     graph_module.graph.lint()
@@ -60,42 +61,34 @@ def fast_twin(model: nn.Module, *, compiled: bool = False) -> fx.GraphModule | N
     return graph_module
 
 
-def _replace_convolutions(graph_module: fx.GraphModule) -> int:
+def _replace_layers(graph_module: fx.GraphModule) -> int:
     made = 0
     for node in list(graph_module.graph.nodes):
         module = _module_of(graph_module, node)
-        if module is None or len(node.args) != 1 or node.kwargs or not _answered_for(module):
+        if module is None or len(node.args) != 1 or node.kwargs:
             continue
-        if isinstance(module, nn.Conv2d) and WinogradConv2d.fits(module):
-            layer = WinogradConv2d(module)
-        elif isinstance(module, WSConv2d) and WinogradWSConv2d.fits(module):
-            layer = WinogradWSConv2d(module)
-        elif type(module) is WSConv2d:
-            layer = HeldWSConv2d(module)
-        else:
-            continue
-        node.target = _put(graph_module, f"dpvision_winograd_{made}", layer)
-        made += 1
-    return made
-
-
-def _replace_linears(graph_module: fx.GraphModule) -> int:
-    made = 0
-    for node in list(graph_module.graph.nodes):
-        module = _module_of(graph_module, node)
-        if type(module) is nn.Linear and _answered_for(module) and SkinnyLinear.fits(module) and len(node.args) == 1:
-            node.target = _put(graph_module, f"dpvision_linear_{made}", SkinnyLinear(module))
+        layer = _stand_in_for(module)
+        if layer is not None:
+            node.target = _put(graph_module, f"dpvision_layer_{made}", layer)
             made += 1
     return made
 
 
-def _replace_pools(graph_module: fx.GraphModule) -> int:
-    made = 0
-    for node in list(graph_module.graph.nodes):
-        if len(node.args) == 1 and not node.kwargs and FastMaxPool.fits(_module_of(graph_module, node)):
-            node.target = _put(graph_module, f"dpvision_pool_{made}", FastMaxPool())
-            made += 1
-    return made
+def _stand_in_for(module: nn.Module) -> nn.Module | None:
+    """A faster layer that computes the same, if there is one."""
+    if (window := FastMaxPool.window_of(module)) is not None:
+        return FastMaxPool(window)
+    if not _answered_for(module):
+        return None
+    if isinstance(module, nn.Conv2d) and WinogradConv2d.fits(module):
+        return WinogradConv2d(module)
+    if isinstance(module, WSConv2d) and WinogradWSConv2d.fits(module):
+        return WinogradWSConv2d(module)
+    if type(module) is WSConv2d:
+        return HeldWSConv2d(module)
+    if type(module) is nn.Linear and SkinnyLinear.fits(module):
+        return SkinnyLinear(module)
+    return None
 
 
 def _fuse_norms(graph_module: fx.GraphModule, *, compiled: bool) -> int:
@@ -122,7 +115,7 @@ def _chain_around(
     elif isinstance(before, fx.Node) and _only_user(before) is node and (found := _activation(graph_module, before)):
         activation, norm_first, first = found, False, before
     after = _only_user(last)
-    if after is not None and _is_pool(_module_of(graph_module, after)):
+    if after is not None and is_max_pool(_module_of(graph_module, after), kernel=2, stride=2, padding=0):
         pool, last = True, after
     inputs = [first.args[0]]
     after = _only_user(last)
@@ -177,18 +170,6 @@ def _activation(graph_module: fx.GraphModule, node: fx.Node) -> str | None:
     if node.op == "call_function" and len(node.args) == 1 and set(node.kwargs) <= {"inplace"}:
         return _FUNCTIONS.get(node.target) if callable(node.target) else None
     return "relu" if node.op == "call_method" and node.target in ("relu", "relu_") and len(node.args) == 1 else None
-
-
-def _is_pool(module: nn.Module | None) -> bool:
-    return (
-        type(module) is nn.MaxPool2d
-        and module.kernel_size in (2, (2, 2))
-        and module.stride in (2, (2, 2))
-        and module.padding in (0, (0, 0))
-        and module.dilation in (1, (1, 1))
-        and not module.ceil_mode
-        and not module.return_indices
-    )
 
 
 def _other_summand(node: fx.Node, one: fx.Node) -> fx.Node | None:

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpvision.grads.fast.conv import Facts, HeldWSConv2d, Winograd, WinogradConv2d, WinogradWSConv2d
-from dpvision.grads.fast.norm import channels_last
 from dpvision.grads.rules.conv import convolution as by_windows
 from dpvision.grads.rules.registry import LayerCall, register
 from dpvision.grads.rules.standardised import Along, Moments, Standardised
 from dpvision.grads.rules.standardised import standardised as standardised_by_windows
 from dpvision.grads.shares import Finish, Kept, Share, gram_underflow, sum_by_unit, underflow
-from dpvision.native import grams, moments, winograd
+from dpvision.native import accumulate, grams, moments, winograd
+from dpvision.native.channels_last import laid_out
 
 _RUN: Final = 32
 """Rows that are added up in float32."""
@@ -93,7 +93,7 @@ class WinogradGradient(Share):
 
     @property
     def finish(self) -> Finish:
-        return _to_weight_order
+        return accumulate.to_weight_order
 
     def per_unit(self) -> Tensor:
         return self.formed()[0].permute(0, 4, 3, 1, 2)
@@ -106,10 +106,6 @@ class WinogradGradient(Share):
         return self._formed
 
 
-def _to_weight_order(total_KKIO: Tensor) -> Tensor:
-    return total_KKIO.permute(3, 2, 0, 1)
-
-
 def convolution(call: LayerCall) -> dict[str, Share]:
     """An ordinary convolution."""
     module = call.module
@@ -117,7 +113,7 @@ def convolution(call: LayerCall) -> dict[str, Share]:
         raise TypeError(f"not a WinogradConv2d: {type(module).__name__}")
     if not module.takes(call.x):
         return by_windows(replace(call, module=module.layer))
-    dy = channels_last(call.dy)
+    dy = laid_out(call.dy)
     shares: dict[str, Share] = {"weight": WinogradGradient(module, call.x, dy, call.units)}
     return {**shares, **_bias(call, dy)}
 
@@ -129,7 +125,7 @@ def standardised(call: LayerCall) -> dict[str, Share]:
         raise TypeError(f"not a WinogradWSConv2d: {type(module).__name__}")
     if not module.takes(call.x):
         return standardised_by_windows(replace(call, module=module.layer), module.facts().standardisation)
-    facts, dy = module.facts(), channels_last(call.dy)
+    facts, dy = module.facts(), laid_out(call.dy)
     used = WinogradGradient(module, call.x, dy, call.units, facts.z_KKIO)
     by_ghost = partial(_moments_by_ghost, call, dy, used, facts)
     known = cache(by_ghost if used.by_ghost and facts.steep else partial(_moments, used, facts))
@@ -163,7 +159,7 @@ def _moments_by_ghost(call: LayerCall, dy: Tensor, used: WinogradGradient, facts
         raise TypeError("the layer's output was not kept")
     scale_O = facts.standardisation.scale_O
     box = F.avg_pool2d(call.x.sum(1, keepdim=True), 3, 1, padding=1, divisor_override=1)
-    dy_U, dyy_U, total_U, loudness_U = moments.convolution_moments(dy, channels_last(call.y), box[:, 0]).unbind(1)
+    dy_U, dyy_U, total_U, loudness_U = moments.convolution_moments(dy, laid_out(call.y), box[:, 0]).unbind(1)
     bias = facts.bias_O.double()
     along_U = (dyy_U - bias * dy_U) / facts.gain_O.double()
     doubt_U = 4 * torch.finfo(dy.dtype).eps * (loudness_U + (bias * dy_U).abs()) / facts.gain_O.double().abs()

@@ -22,8 +22,10 @@ from dpvision.grads.shares import (
     sum_by_unit,
     sum_of_squares,
     sum_over_space,
+    underflow,
     without_dead,
 )
+from dpvision.native import windows
 
 Sizes = tuple[int, ...]
 _WINDOW_NUMBERS = 1 << 23
@@ -91,6 +93,7 @@ class Correlated(Share):
         self._geometry = geometry
         self._units = units
         self._formed_UOD: Tensor | None = None
+        self._squares_U: Tensor | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -108,7 +111,12 @@ class Correlated(Share):
         return ghost_pays(positions=positions, entries=self._geometry.weight.numel())
 
     def norms_sq(self) -> Tensor:
-        return self._gram_norms() if self.by_ghost else sum_of_squares(self.formed())
+        if self.by_ghost:
+            return self._gram_norms()
+        formed_UOD = self.formed()
+        if self._squares_U is None:
+            return sum_of_squares(formed_UOD)
+        return self._squares_U + underflow(formed_UOD.flatten(1))
 
     def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
         geometry = self._geometry
@@ -144,7 +152,12 @@ class Correlated(Share):
 
     def formed(self) -> Tensor:
         """The gradients as (U, O, D), D in the order of the windows."""
-        if self._formed_UOD is None:
+        if self._formed_UOD is None and self._fits_windows():
+            kernel, stride = _pair(self._geometry.kernel), _pair(self._geometry.stride)
+            self._formed_UOD, self._squares_U = windows.unit_gradients(
+                self._x, self._dy, units=self._units, kernel=kernel, stride=stride
+            )
+        elif self._formed_UOD is None:
             weight = self._geometry.weight
             formed = self._x.new_empty(self._units, weight.shape[0], weight[0].numel())
             for first, last in self._chunks():
@@ -153,6 +166,12 @@ class Correlated(Share):
                 torch.bmm(g_BTO.mT, a_BTD, out=part)
             self._formed_UOD = formed
         return self._formed_UOD
+
+    def _fits_windows(self) -> bool:
+        """Whether there is a kernel that forms the gradients without writing all windows down."""
+        geometry = self._geometry
+        plain = geometry.groups == 1 and len(geometry.kernel) == 2 and set(geometry.dilation) == {1}
+        return plain and windows.takes(self._x, self._dy, units=self._units, kernel=_pair(geometry.kernel))
 
     def _gram_norms(self) -> Tensor:
         norms: list[Tensor] = []
@@ -176,6 +195,11 @@ class Correlated(Share):
         windows = self._dy[:, 0].numel() // self._units * (self._geometry.weight[0].numel() * self._geometry.groups)
         size = max(1, _WINDOW_NUMBERS // max(1, windows))
         return [(first, min(first + size, self._units)) for first in range(0, self._units, size)]
+
+
+def _pair(sizes: Sizes) -> tuple[int, int]:
+    height, width = sizes
+    return height, width
 
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d

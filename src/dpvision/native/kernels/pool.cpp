@@ -1,4 +1,4 @@
-// The 3×3 max-pool of stride 1 and padding 1, and its gradient, in channels-last pictures.
+// Max-pools of stride 1 and their gradients, in channels-last pictures: 3×3 with padding 1, 2×2 without.
 //
 // A row of a picture is one run of width · channels numbers, and a number's neighbours to the left and right lie
 // `channels` before and behind it. So vectors go along the run, over the borders of pixels, whatever the channels.
@@ -175,7 +175,73 @@ void unpool(const Picture& picture, const float* dy, const uint8_t* index, float
     });
 }
 
+// 2×2 windows without padding: output (i, j) looks at inputs i, i + 1 and j, j + 1, so that only the way back has borders.
+struct Smaller {
+    Picture in;
+
+    int64_t row() const { return in.row() - in.channels; }
+    int64_t size() const { return (in.height - 1) * row(); }
+};
+
+void pool_small(const Smaller& sizes, const float* x, float* y, uint8_t* index) {
+    const int64_t C = sizes.in.channels, below = sizes.in.row(), row = sizes.row();
+    for (int64_t i = 0; i + 1 < sizes.in.height; i++, x += below, y += row, index += row)
+        for_vectors(0, row, [=](int64_t p, auto vector) {
+            Best best{vector.get(x + p), i8x32{}};
+            best.challenge(vector.get(x + p + C), i8x32{} + 1);
+            best.challenge(vector.get(x + p + below), i8x32{} + 2);
+            best.challenge(vector.get(x + p + below + C), i8x32{} + 3);
+            vector.put(y + p, best.value);
+            vector.put(index + p, best.index);
+        });
+}
+
+// Calls `visit(neighbours, first, end)` for the inputs along one side: the windows that see them begin one before or here.
+template <class Visit>
+static inline void for_windows(int64_t length, Visit&& visit) {
+    visit(Neighbours<0, 0>{}, 0, 1);
+    visit(Neighbours<-1, 0>{}, 1, length - 1);
+    visit(Neighbours<-1, -1>{}, length - 1, length);
+}
+
+void unpool_small(const Smaller& sizes, const float* dy, const uint8_t* index, float* dx) {
+    const int64_t C = sizes.in.channels, row = sizes.row();
+    for_windows(sizes.in.height, [&](auto rows, int64_t top, int64_t bottom) {
+        for (int64_t i = top; i < bottom; i++)
+            for_windows(sizes.in.width, [&](auto columns, int64_t begin, int64_t end) {
+                for_vectors(begin * C, end * C, [=](int64_t p, auto vector) {
+                    v8 sum = {};
+#pragma GCC unroll 2
+                    for (int r = rows.first; r <= rows.last; r++)
+#pragma GCC unroll 2
+                        for (int k = columns.first; k <= columns.last; k++) {
+                            const int64_t at = (i + r) * row + p + k * C;
+                            sum += vector.get(index + at) == -2 * r - k ? vector.get(dy + at) : all(0);
+                        }
+                    vector.put(dx + i * sizes.in.row() + p, sum);
+                });
+            });
+    });
+}
+
 }  // namespace
+
+// The same for windows of two: y is one row and one column smaller than x, and index is 0 … 3.
+extern "C" void dpvision_pool_two_forward(int64_t rows, int64_t height, int64_t width, int64_t channels, const float* x,
+                                          float* y, uint8_t* index, int threads) {
+    const Smaller sizes{{height, width, channels}};
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t n = 0; n < rows; n++)
+        pool_small(sizes, x + n * sizes.in.size(), y + n * sizes.size(), index + n * sizes.size());
+}
+
+extern "C" void dpvision_pool_two_backward(int64_t rows, int64_t height, int64_t width, int64_t channels,
+                                           const float* dy, const uint8_t* index, float* dx, int threads) {
+    const Smaller sizes{{height, width, channels}};
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t n = 0; n < rows; n++)
+        unpool_small(sizes, dy + n * sizes.size(), index + n * sizes.size(), dx + n * sizes.in.size());
+}
 
 // y, and for each of its numbers which of the window's nine it is: 0 … 8, row by row.
 extern "C" void dpvision_pool_forward(int64_t rows, int64_t height, int64_t width, int64_t channels, const float* x,

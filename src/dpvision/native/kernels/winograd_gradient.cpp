@@ -1,5 +1,6 @@
 // Weight gradients: of every privacy unit, or of all rows together with a factor each.
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "winograd.h"
@@ -30,6 +31,7 @@ struct Result {
     float* gradient;
     double* moments;
     const float* z;
+    bool streams = false;  // whether the gradient is written past the caches: nobody reads it soon
 
     int64_t kinds() const { return z ? 3 : 1; }
 };
@@ -200,6 +202,38 @@ __attribute__((noinline)) void finish_pair(In in, int64_t row, Out out, int64_t 
     }
 }
 
+// Written past the caches, a line needs not be read first. Lines must begin where the gradient's panels begin.
+struct StreamedPanel : WholePanel {
+    void put(float* p, const v16& values) const {
+#if defined(__AVX512F__)
+        _mm512_stream_ps(p, values);
+#elif defined(__AVX__)
+        __m256 halves[2];
+        std::memcpy(halves, &values, sizeof values);
+        _mm256_stream_ps(p, halves[0]);
+        _mm256_stream_ps(p + PANEL / 2, halves[1]);
+#else
+        panel_at(p) = values;
+#endif
+    }
+};
+
+// Others see what was streamed only after this.
+void end_stream() {
+#if defined(__AVX__)
+    _mm_sfence();
+#endif
+}
+
+template <class In, class Out>
+void finish(In in, int64_t row, Out out, int64_t column, const float* half, const Result& result, const Shape& shape,
+            double* moments) {
+    if constexpr (std::is_same_v<Out, WholePanel>)
+        if (result.streams) return finish(in, row, StreamedPanel{}, column, half, result, shape, moments);
+    if (result.z) return finish_pair<true>(in, row, out, column, half, result, shape, moments);
+    finish_pair<false>(in, row, out, column, half, result, shape, moments);
+}
+
 // One pair of panels. Column by column, so that little lies between the two halves of the way back.
 template <class In>
 void multiply_pair(In in, const Panels& x, const Chunk& chunk, int64_t out_panel, float* kept, float* half) {
@@ -226,9 +260,9 @@ void multiply_panel(In in, int64_t row, const Chunk& chunk, const Result& result
         const int64_t out_panel = column / PANEL;
         float* kept = chunk.kept ? chunk.kept + (first_pair + out_panel) * BLOCK_SIZE : nullptr;
         multiply_pair(in, x, chunk, out_panel, kept, half);
-        if (chunk.last && result.z) finish_pair<true>(in, row, out, column, half, result, shape, moments);
-        if (chunk.last && !result.z) finish_pair<false>(in, row, out, column, half, result, shape, moments);
+        if (chunk.last) finish(in, row, out, column, half, result, shape, moments);
     });
+    if (result.streams) end_stream();
 }
 
 // The moments of the input panels, added up in their order, whoever computed them.
@@ -290,6 +324,7 @@ extern "C" void dpvision_winograd_units(const float* x, const float* dy, const f
         const Rows rows{x + unit * places * shape.in_channels, dy + unit * places * shape.out_channels, nullptr, shape};
         Result result{gradients + unit * entries, nullptr, z};
         result.moments = moments + unit * result.kinds() * shape.out_channels;
+        result.streams = shape.out_channels % PANEL == 0 && reinterpret_cast<uintptr_t>(gradients) % 64 == 0;
         add_gradients(rows, result, inside);
     }
 }

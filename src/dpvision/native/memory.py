@@ -1,0 +1,27 @@
+"""Memory that a step frees is kept for the next step, instead of coming anew from the system, page by page.
+
+A fresh page costs more than working on it: a small network's step takes a quarter longer without this.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from typing import Final
+
+_TRIM_THRESHOLD: Final = -1
+_MMAP_THRESHOLD: Final = -3
+_KEPT_BYTES: Final = 1 << 29
+_LARGEST_KEPT_BLOCK: Final = 1 << 25  # what glibc allows at most
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep half a gibibyte of freed memory. For programs, not for libraries: it is theirs to decide.
+
+    Returns whether the C library knows the setting: glibc does.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    settings = ((_TRIM_THRESHOLD, _KEPT_BYTES), (_MMAP_THRESHOLD, _LARGEST_KEPT_BLOCK))
+    return all(libc.mallopt(name, value) == 1 for name, value in settings)
