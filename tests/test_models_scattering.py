@@ -151,8 +151,7 @@ def test_channel_constants_standardise_public_pictures() -> None:
         in_channels=1,
         image_size=16,
         standardise="constants",
-        feature_mean=mean,
-        feature_std=std,
+        constants=(mean, std),
         seed=0,
     )
     assert isinstance(model, nn.Sequential)
@@ -163,9 +162,20 @@ def test_channel_constants_standardise_public_pictures() -> None:
 
 def test_channel_constants_travel_with_the_weights() -> None:
     options = {"in_channels": 1, "image_size": 16, "standardise": "constants", "seed": 0}
-    known = models.create("scatter_linear", feature_mean=[0.5] * 81, feature_std=[2.0] * 81, **options)
+    known = models.create("scatter_linear", constants=([0.5] * 81, [2.0] * 81), **options)
     blank = models.create("scatter_linear", **options)
     blank.load_state_dict(known.state_dict())
     assert isinstance(blank[1], ChannelConstants)
     assert blank[1].mean.tolist() == [0.5] * 81
     assert blank[1].std.tolist() == [2.0] * 81
+
+
+def test_constants_that_come_with_the_package_fit_coloured_pictures_only() -> None:
+    model = models.create("scatter_linear", standardise="constants", constants="cifar100", seed=0)
+    assert isinstance(model[1], ChannelConstants)
+    assert len(model[1].mean) == 3 * 81
+    with pytest.raises(ArgumentError, match="81 means"):
+        models.create("scatter_linear", in_channels=1, standardise="constants", constants="cifar100")
+    for name in ("cifar", "../constants/cifar100", ""):
+        with pytest.raises(ArgumentError, match="constants must be cifar100"):
+            models.create("scatter_linear", standardise="constants", constants=name)

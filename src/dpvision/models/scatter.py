@@ -6,7 +6,9 @@ networks. Shapes: N rows, C channels (81 a colour), H and W a quarter of the pic
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from importlib import resources
 from typing import Literal, final
 
 import torch
@@ -19,6 +21,8 @@ from dpvision.models.shoefit import ImageSize, height_width
 
 Standardise = Literal["group", "constants", "none"]
 STANDARDISE = ("group", "constants", "none")
+Constants = tuple[Sequence[float], Sequence[float]]
+"""Mean and standard deviation of every channel."""
 
 
 @final
@@ -52,30 +56,37 @@ def channel_constants(scattering: Scattering, public_pictures: Tensor) -> tuple[
     return mean_C.tolist(), var_C.sqrt().tolist()
 
 
-def _standardiser(
-    channels: int,
-    standardise: Standardise,
-    groups: int,
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
-) -> nn.Module:
+def known_constants(name: str) -> Constants:
+    """Channel constants that come with the package: ``cifar100``, from its training pictures with pixels in 0..1."""
+    file = resources.files("dpvision.models") / "constants" / f"{name}.json"
+    if not name.isalnum() or not file.is_file():
+        raise ArgumentError(f"constants must be cifar100, or a mean and a std for each channel, got {name!r}.")
+    table = json.loads(file.read_text())
+    return table["mean"], table["std"]
+
+
+def _standardiser(channels: int, standardise: Standardise, groups: int, constants: str | Constants | None) -> nn.Module:
     """What brings the features to one scale, without a parameter to learn."""
     problems = Problems()
     known = standardise in STANDARDISE
     problems.require(known, f"standardise must be one of {', '.join(STANDARDISE)}, got {standardise!r}.")
     problems.count("groups", groups)
     problems.raise_if_any()
-    if standardise != "constants" and (mean is not None or std is not None):
-        raise ArgumentError("feature_mean and feature_std need standardise='constants'.")
+    if standardise != "constants" and constants is not None:
+        raise ArgumentError(f"constants need standardise='constants', got {standardise!r}.")
     if standardise == "none":
         return nn.Identity()
     if standardise == "group":
         if channels % groups:
             raise ArgumentError(f"groups must divide the {channels} scattering channels, got {groups}.")
         return nn.GroupNorm(groups, channels, affine=False)
-    mean, std = mean or [0.0] * channels, std or [1.0] * channels
+    mean, std = (
+        known_constants(constants) if isinstance(constants, str) else constants or ([0.0] * channels, [1.0] * channels)
+    )
     if len(mean) != channels or len(std) != channels or not all(value > 0 for value in std):
-        raise ArgumentError(f"feature_mean and feature_std must have {channels} numbers, and std must be > 0.")
+        raise ArgumentError(
+            f"constants must be {channels} means and as many std > 0, got {len(mean)} and {len(std)} numbers."
+        )
     return ChannelConstants(mean, std)
 
 
@@ -86,20 +97,19 @@ def scatter_linear(
     image_size: ImageSize = 32,
     standardise: Standardise = "group",
     groups: int = 27,
-    feature_mean: Sequence[float] | None = None,
-    feature_std: Sequence[float] | None = None,
+    constants: str | Constants | None = None,
 ) -> nn.Module:
     """Scattering, standardisation, one linear layer: the strongest private features without public data at small ε.
 
-    ``standardise`` "group" is GroupNorm without parameters; "constants" takes ``feature_mean`` and ``feature_std``
-    (see ``channel_constants``; left out, they are 0 and 1 and can be loaded with the weights).
+    ``standardise`` "group" is GroupNorm without parameters; "constants" takes ``constants``: the name of a set that
+    comes with the package, or numbers (see ``channel_constants``; left out, 0 and 1, to be loaded with the weights).
     """
     scattering = Scattering(height_width(image_size))
     channels = in_channels * scattering.paths
     height, width = scattering.output_size
     return nn.Sequential(
         scattering,
-        _standardiser(channels, standardise, groups, feature_mean, feature_std),
+        _standardiser(channels, standardise, groups, constants),
         nn.Flatten(),
         nn.Linear(channels * height * width, num_classes),
     )
@@ -113,30 +123,38 @@ def scatter_cnn(
     activation: str = "tanh",
     standardise: Standardise = "group",
     groups: int = 27,
-    feature_mean: Sequence[float] | None = None,
-    feature_std: Sequence[float] | None = None,
+    constants: str | Constants | None = None,
+    width: int = 64,
 ) -> nn.Module:
-    """Scattering and two convolutions: the head for MNIST on grey pictures, the one for CIFAR on others."""
+    """Scattering and two convolutions: the head for MNIST on grey pictures, the one for CIFAR on others.
+
+    ``width`` counts the channels of both convolutions on coloured pictures, and has no effect on grey ones.
+    """
     scattering = Scattering(height_width(image_size, least=8))
     channels = in_channels * scattering.paths
-    head = _grey_head if in_channels == 1 else _colour_head
+    if in_channels == 1:
+        head = _grey_head(channels, scattering.output_size, num_classes, activation)
+    else:
+        head = _colour_head(channels, scattering.output_size, num_classes, activation, width)
     return nn.Sequential(
         scattering,
-        _standardiser(channels, standardise, groups, feature_mean, feature_std),
-        *head(channels, scattering.output_size, num_classes, activation),
+        _standardiser(channels, standardise, groups, constants),
+        *head,
     )
 
 
-def _colour_head(channels: int, size: tuple[int, int], num_classes: int, activation: str) -> list[nn.Module]:
-    """Two 3×3 convolutions of 64 channels with a pool between them."""
+def _colour_head(
+    channels: int, size: tuple[int, int], num_classes: int, activation: str, width: int
+) -> list[nn.Module]:
+    """Two 3×3 convolutions with a pool between them."""
     return [
-        nn.Conv2d(channels, 64, 3, padding=1),
+        nn.Conv2d(channels, width, 3, padding=1),
         make_activation(activation),
         nn.MaxPool2d(2),
-        nn.Conv2d(64, 64, 3, padding=1),
+        nn.Conv2d(width, width, 3, padding=1),
         make_activation(activation),
         nn.Flatten(),
-        nn.Linear(64 * (size[0] // 2) * (size[1] // 2), num_classes),
+        nn.Linear(width * (size[0] // 2) * (size[1] // 2), num_classes),
     ]
 
 
