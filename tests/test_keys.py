@@ -39,7 +39,7 @@ def test_every_difference_gives_another_key() -> None:
     derived = [
         key.derive(stream, *index)
         for key in keys
-        for stream in ("sampling", "rows", "noise", "init", "views", "statistics", "holdout")
+        for stream in ("sampling", "rows", "noise", "init", "views", "augmentation", "statistics", "holdout")
         for index in indices
     ]
     assert len(set(derived)) == len(derived)
@@ -91,3 +91,13 @@ def test_seeds_fit_into_signed_64_bits_and_differ() -> None:
     seeds = [Keys.from_seed(0).seed("init", index) for index in range(1000)]
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert len(set(seeds)) == 1000
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 16])
+def test_words_of_owners_are_their_parts_of_the_stream_whoever_else_asks(count: int) -> None:
+    keys, each = Keys(SECRET, "a"), count + count % 2
+    whole = keys.bits(100 * each, "augmentation", 3).reshape(100, each)[:, :count]
+    for owners in ([], [0], [99], [7, 3, 50], list(range(100))):
+        found = keys.bits_of(np.array(owners, dtype=np.int64), count, "augmentation", 3)
+        np.testing.assert_array_equal(found, whole[owners].reshape(len(owners), count))
+    assert len(np.unique(whole)) == 100 * count

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from dpvision.checks import ArgumentError
 
-Stream = Literal["run", "sampling", "rows", "noise", "init", "views", "statistics", "holdout"]
+Stream = Literal["run", "sampling", "rows", "noise", "init", "views", "augmentation", "statistics", "holdout"]
 SECRET_BYTES = 32
+_BLOCK_WORDS = 2
 _PIECE = 1 << 16
 _ZEROS = memoryview(bytes(_PIECE))
 
@@ -64,6 +65,10 @@ class Keys:
         """``count`` uniform 64-bit words of one stream."""
         return random_words(self.derive(stream, *index), count)
 
+    def bits_of(self, owners: NDArray[np.int64], count: int, stream: Stream, *index: int | str) -> NDArray[np.uint64]:
+        """``count`` uniform 64-bit words for each owner, of its own part of one stream: nobody else moves them."""
+        return owned_words(self.derive(stream, *index), owners, count)
+
     def seed(self, stream: Stream, *index: int | str) -> int:
         """A 63-bit seed for generators that are not part of the guarantee (initial weights, views)."""
         return int.from_bytes(self.derive(stream, *index)[:8], "big") >> 1
@@ -79,6 +84,17 @@ def random_words(key: bytes, count: int) -> NDArray[np.uint64]:
         piece = stream[start : start + _PIECE]
         encryptor.update_into(_ZEROS[: len(piece)], piece)
     return words
+
+
+def owned_words(key: bytes, owners: NDArray[np.int64], count: int) -> NDArray[np.uint64]:
+    """Row i holds the first ``count`` words of part ``owners[i]`` of the key stream; parts are whole blocks."""
+    blocks = -(-count // _BLOCK_WORDS)
+    counters = np.zeros((len(owners), blocks, _BLOCK_WORDS), dtype=">u8")
+    counters[:, :, 1] = owners[:, None] * blocks + np.arange(blocks)
+    # The counter mode by hand, because its counters here are not in a row: no two of one key are equal.
+    encryptor = Cipher(algorithms.AES(key), modes.ECB()).encryptor()  # noqa: S305
+    words = np.frombuffer(encryptor.update(counters.tobytes()), dtype="<u8")
+    return words.reshape(len(owners), blocks * _BLOCK_WORDS)[:, :count]
 
 
 def _frame(*parts: str) -> bytes:

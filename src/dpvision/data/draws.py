@@ -1,10 +1,12 @@
 """Poisson draws over privacy units: who joins a step is decided for each unit alone, at a public rate.
 
-Shapes: D drawn units, U units of a micro-batch, R rows per unit.
+Shapes: D drawn units, U units of a micro-batch, R rows per unit, K views of a row, J random words of a view.
+A unit gives R·K neighbouring rows to a micro-batch: all views of its first row, then those of its second …
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
@@ -17,6 +19,7 @@ from torch import Tensor
 from dpvision.checks import Problems
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.store import ImageStore
+from dpvision.data.views import AS_IT_IS, ViewSettings, erase_views, make_views
 from dpvision.flow import Microbatch, Sampling
 from dpvision.keys import Keys
 from dpvision.mechanism import Mechanism, OrdinaryPlan
@@ -32,8 +35,9 @@ class PoissonDraws:
 
     Guarantee: in each step each unit of the store joins with probability ``mechanism.sample_rate`` (rounded down to a
     multiple of 2⁻⁶⁴), independently of all other units and steps, up to the security of the keys. The rate comes from
-    the mechanism alone; the store decides nothing. A unit gives at most ``rows_per_unit`` rows, chosen by its own part
-    of the stream, so that neither its presence nor its size changes what the other units give.
+    the mechanism alone; the store decides nothing. A unit gives at most ``rows_per_unit`` rows, and
+    ``views.count`` views of each, chosen by its own parts of the streams, so that neither its presence nor its size
+    changes what the other units give. Their weights sum to one: together they are one unit, to be clipped once.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class PoissonDraws:
         rows_per_unit: int = 1,
         device: torch.device | str = "cpu",
         memory_format: torch.memory_format = torch.contiguous_format,
+        views: ViewSettings = AS_IT_IS,
     ) -> None:
         problems = Problems()
         problems.count("rows_per_unit", rows_per_unit)
@@ -55,11 +60,13 @@ class PoissonDraws:
         self._unit_rows = store.rows_of_units
         self._keys = keys
         self._rows_per_unit = rows_per_unit
+        self._views = views
         self._pictures = _Pictures(
             images=store.images.to(device),
             labels=store.labels.to(device),
             normalisation=normalisation.for_channels(store.image_shape[0]),
             memory_format=memory_format,
+            views=views,
         )
 
     @property
@@ -72,11 +79,15 @@ class PoissonDraws:
         words = self._keys.bits(self._num_units, "sampling", step)
         return np.flatnonzero(joins(words, self._sampling.sample_rate))
 
+    def rows(self, step: int) -> NDArray[np.int64]:
+        """The rows that join ``step``, R a unit; -1 where a unit has fewer. Sensitive."""
+        return self._rows(self.units(step), step)
+
     def batch(self, step: int) -> PoissonBatch:
         """The draw of ``step``: the same whenever it is asked for."""
         units = self.units(step)
         rows_DR = self._rows(units, step)
-        return PoissonBatch(self._sampling, self._pictures, rows_DR, _row_weights(rows_DR))
+        return PoissonBatch(self._sampling, self._pictures, rows_DR, self._words(units, step))
 
     def _rows(self, units: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         offsets, order = self._unit_rows
@@ -93,6 +104,13 @@ class PoissonDraws:
         rows_DR[there_DR] = order[(first_D[:, None] + places_DR)[there_DR]]
         return rows_DR
 
+    def _words(self, units: NDArray[np.int64], step: int) -> NDArray[np.uint64]:
+        """The words that decide the views of each drawn unit: its own, whoever else is there."""
+        shape = (len(units), self._rows_per_unit, self._views.count, self._views.words)
+        if not self._views.random:
+            return np.zeros(shape, dtype=np.uint64)
+        return self._keys.bits_of(units, math.prod(shape[1:]), "augmentation", step).reshape(shape)
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -102,7 +120,7 @@ class PoissonBatch:
     sampling: Sampling
     _pictures: _Pictures
     _rows_DR: NDArray[np.int64]
-    _weights_DR: NDArray[np.float32]
+    _words_DRKJ: NDArray[np.uint64]
 
     def __repr__(self) -> str:
         return f"PoissonBatch({self.sampling}, sensitive)"
@@ -113,11 +131,11 @@ class PoissonBatch:
         problems.count("units", units)
         problems.raise_if_any()
         for start in range(0, len(self._rows_DR), units):
-            rows_UR, weights_UR = self._rows_DR[start : start + units], self._weights_DR[start : start + units]
-            padding = ((0, units - len(rows_UR)), (0, 0))
-            yield self._pictures.gather(
-                np.pad(rows_UR, padding, constant_values=NO_ROW), np.pad(weights_UR, padding, constant_values=0)
-            )
+            piece = slice(start, start + units)
+            missing = max(0, start + units - len(self._rows_DR))
+            rows_UR = np.pad(self._rows_DR[piece], ((0, missing), (0, 0)), constant_values=NO_ROW)
+            words_URKJ = np.pad(self._words_DRKJ[piece], ((0, missing), (0, 0), (0, 0), (0, 0)))
+            yield self._pictures.gather(rows_UR, words_URKJ)
 
 
 @final
@@ -129,18 +147,23 @@ class _Pictures:
     labels: Tensor
     normalisation: Normalisation
     memory_format: torch.memory_format
+    views: ViewSettings
 
-    def gather(self, rows_UR: NDArray[np.int64], weights_UR: NDArray[np.float32]) -> Microbatch:
-        rows = rows_UR.reshape(-1)
+    def gather(self, rows_UR: NDArray[np.int64], words_URKJ: NDArray[np.uint64]) -> Microbatch:
+        rows, words_NKJ = rows_UR.reshape(-1), words_URKJ.reshape(rows_UR.size, *words_URKJ.shape[2:])
         index = torch.from_numpy(np.maximum(rows, 0)).to(self.images.device)
-        inputs = self.normalisation.apply(self.images.index_select(0, index), memory_format=self.memory_format)
-        targets = self.labels.index_select(0, index)
-        absent = np.flatnonzero(rows == NO_ROW)
+        # Bytes are turned, mirrored and cropped before they become four times as large.
+        images = make_views(self.images.index_select(0, index), self.views, words_NKJ)
+        inputs = self.normalisation.apply(images, memory_format=self.memory_format)
+        inputs = erase_views(inputs, self.views, words_NKJ)
+        targets = self.labels.index_select(0, index).repeat_interleave(self.views.count, dim=0)
+        absent = np.flatnonzero(np.repeat(rows, self.views.count) == NO_ROW)
         if len(absent):
             # Zeros, so that a padding row can't carry anybody's picture or label anywhere, nor be infinite.
             where = torch.from_numpy(absent).to(index.device)
             inputs, targets = inputs.index_fill_(0, where, 0.0), targets.index_fill_(0, where, 0)
-        return Microbatch(inputs, targets, torch.from_numpy(weights_UR).to(index.device))
+        weights = torch.from_numpy(row_weights(rows_UR, self.views.count)).to(index.device)
+        return Microbatch(inputs, targets, weights)
 
 
 def joins(words: NDArray[np.uint64], sample_rate: float) -> NDArray[np.bool_]:
@@ -183,8 +206,8 @@ def mismatch_note(store: ImageStore, mechanism: Mechanism) -> str | None:
     )
 
 
-def _row_weights(rows_DR: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Equal shares for the rows that are there: they sum to one in each unit that has rows."""
-    there_DR = rows_DR != NO_ROW
-    count_D = np.maximum(there_DR.sum(axis=1, keepdims=True), 1)
-    return (there_DR / count_D).astype(np.float32)
+def row_weights(rows_UR: NDArray[np.int64], views: int) -> NDArray[np.float32]:
+    """Equal shares for the views of rows that are there: they sum to one in each unit that has rows."""
+    there_UR = np.repeat(rows_UR != NO_ROW, views, axis=1)
+    count_U = np.maximum(there_UR.sum(axis=1, keepdims=True), 1)
+    return (there_UR / count_U).astype(np.float32)

@@ -1,0 +1,54 @@
+"""Breakages of the views of pictures and of the words they are made from."""
+
+from __future__ import annotations
+
+from tools.mutations.mutation import mutations
+
+VIEWS = (
+    *mutations(
+        "test_data_views",
+        "data/views.py",
+        (
+            "rotated views are another picture's",
+            "rotate(pictures_NCHW[source_B], angle_B",
+            "rotate(pictures_NCHW[source_B.flip(0)], angle_B",
+        ),
+        ("views of one picture are not together", ".repeat_interleave(settings.count)\n", ".repeat(settings.count)\n"),
+    ),
+    *mutations(
+        "test_data_views",
+        "data/draws.py",
+        ("every step makes the same views", '"augmentation", step).reshape', '"augmentation").reshape'),
+        (
+            "views depend on who else was drawn",
+            "self._keys.bits_of(units, ",
+            "self._keys.bits_of(np.arange(len(units)), ",
+        ),
+        (
+            "views are summed instead of averaged",
+            "    there_UR = np.repeat(rows_UR != NO_ROW, views, axis=1)\n    count_U = np.maximum(there_UR.sum(axis=1, keepdims=True), 1)\n",
+            "    count_U = np.maximum((rows_UR != NO_ROW).sum(axis=1, keepdims=True), 1)\n    there_UR = np.repeat(rows_UR != NO_ROW, views, axis=1)\n",
+        ),
+        (
+            "padding keeps pictures",
+            "np.flatnonzero(np.repeat(rows, self.views.count) == NO_ROW)",
+            "np.flatnonzero(rows == NO_ROW)",
+        ),
+        ("views carry labels of others", ".repeat_interleave(self.views.count, dim=0)", ".repeat(self.views.count)"),
+        (
+            "each view is a unit of its own",
+            "        return Microbatch(inputs, targets, weights)\n",
+            "        return Microbatch(inputs, targets, weights.view(-1, 1) * self.views.count)\n",
+        ),
+    ),
+    *mutations(
+        "test_training_views",
+        "training/session.py",
+        ("views are configured and not made", "            views=view_settings(config),\n", ""),
+    ),
+    *mutations(
+        "test_keys",
+        "keys.py",
+        ("owners share words", "owners[:, None] * blocks + np.arange(blocks)", "owners[:, None] + np.arange(blocks)"),
+    ),
+)
