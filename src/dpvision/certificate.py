@@ -260,10 +260,20 @@ def _require_same_facts(header: Mapping[str, Any], mechanism: Mechanism | None) 
         if header["delta"] is not None:
             raise PrivacyError("the ledger is that of a private run, so its certificate needs the mechanism.")
         return
-    wrong = [name for name in ("num_units", "privacy_unit", "adjacency") if header[name] != getattr(mechanism, name)]
+    wrong = differing_facts(header, mechanism)
     if header["delta"] is None or wrong:
         names = ", ".join(wrong) or "delta"
         raise PrivacyError(f"the mechanism is not the one that the ledger was opened for: {names} differ.")
+
+
+def differing_facts(header: Mapping[str, Any], mechanism: Mechanism) -> list[str]:
+    """Names of the mechanism's facts that are not those under which the ledger was opened.
+
+    A header need not name every fact. One without a style of clipping is of a time when there was but one.
+    """
+    opened_for = {"clipping": "flat", "unit_norm": False, **header}
+    names = ("num_units", "privacy_unit", "adjacency", "clip_norm", "clipping", "unit_norm")
+    return [name for name in names if name in opened_for and opened_for[name] != getattr(mechanism, name)]
 
 
 def _unique(items: Sequence[_T]) -> list[_T]:

@@ -9,6 +9,8 @@ from dpvision.checks import ArgumentError, Problems
 
 Adjacency = Literal["add_remove", "replace_one", "zero_out"]
 ADJACENCIES: tuple[Adjacency, ...] = ("add_remove", "replace_one", "zero_out")
+Clipping = Literal["flat", "automatic", "per_layer"]
+CLIPPINGS: tuple[Clipping, ...] = ("flat", "automatic", "per_layer")
 
 
 @final
@@ -36,8 +38,11 @@ class Event:
 class Mechanism:
     """What is sampled, clipped, noised and divided, as public constants.
 
-    Guarantee: ``steps`` releases of ``(sum of clipped unit gradients + N(0, noise_stddev²)) / expected_batch_size``,
-    each over a Poisson draw of units with ``sample_rate``. Nothing here is read off the private data at run time.
+    ``clipping`` is how a unit is brought to at most ``clip_norm``; ``unit_norm`` divides by ``clip_norm`` too, after
+    the noise, so that one learning rate fits every clip norm. Neither has a part in epsilon.
+
+    Guarantee: ``steps`` releases of ``(sum of clipped unit gradients + N(0, noise_stddev²)) / divisor``, each over
+    a Poisson draw of units with ``sample_rate``. Nothing here is read off the private data at run time.
     """
 
     num_units: int
@@ -47,6 +52,8 @@ class Mechanism:
     steps: int
     privacy_unit: str = "example"
     adjacency: Adjacency = "add_remove"
+    clipping: Clipping = "flat"
+    unit_norm: bool = False
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -64,6 +71,10 @@ class Mechanism:
         problems.require(
             self.adjacency in ADJACENCIES, f"adjacency must be one of {', '.join(ADJACENCIES)}, got {self.adjacency!r}."
         )
+        problems.require(
+            self.clipping in CLIPPINGS, f"clipping must be one of {', '.join(CLIPPINGS)}, got {self.clipping!r}."
+        )
+        problems.require(type(self.unit_norm) is bool, f"unit_norm must be true or false, got {self.unit_norm!r}.")
         problems.raise_if_any()
 
     @property
@@ -75,6 +86,11 @@ class Mechanism:
     def noise_stddev(self) -> float:
         """Standard deviation of the noise on the sum."""
         return self.noise_multiplier * self.clip_norm
+
+    @property
+    def divisor(self) -> float:
+        """What the noisy sum is divided by: public, the same for every draw."""
+        return self.expected_batch_size * (self.clip_norm if self.unit_norm else 1.0)
 
     @property
     def epochs(self) -> float:

@@ -137,13 +137,14 @@ class Grid:
 
 
 def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> PrivateGrad:
-    """The noisy mean gradient of one step: ``(sum + noise) / expected_batch_size``, noise drawn once, for the sum.
+    """The noisy mean gradient of one step: ``(sum + noise) / divisor``, noise drawn once, for the sum.
 
     Order of rounding: the sum is taken to float64 (exact) and rounded to the grid; the noise is made in float64 and
     rounded to the same grid; both are whole numbers of grid steps, and their float64 sum is the correctly rounded
     value of the exact one. As rounding commutes with adding a grid point, the result equals ``round(sum + noise)`` of
-    an ideal real-valued mechanism whose sum lies on the grid: scaling, division by the public batch size and the cast
-    to the parameter's dtype come after it and see nothing else.
+    an ideal real-valued mechanism whose sum lies on the grid: scaling, division by the public divisor (the expected
+    batch size, and the clip norm too with ``unit_norm``) and the cast to the parameter's dtype come after it and see
+    nothing else.
 
     Guarantee: a Gaussian mechanism of ``noise_multiplier`` for sums that one unit moves by at most ``clip_norm``, up
     to the generator's computational security and the float64 accuracy of single normals. Each (step, parameter) has
@@ -152,7 +153,7 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
     _require_sound(clipped, mechanism, step)
     grid = Grid.of(mechanism, coordinates=sum(sums.numel() for sums in clipped.gradients.values()))
     gradients = {
-        name: _release(sums, keys.derive("noise", step, name), grid, divisor=mechanism.expected_batch_size)
+        name: _release(sums, keys.derive("noise", step, name), grid, divisor=mechanism.divisor)
         for name, sums in clipped.gradients.items()
     }
     return PrivateGrad(gradients, step, proof=_MADE_BY_PRIVATIZE)

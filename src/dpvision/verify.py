@@ -17,6 +17,7 @@ from dpvision.certificate import (
     Certificate,
     Spent,
     charged_list,
+    differing_facts,
     parse_certificate,
     required_declared,
     required_stamps,
@@ -270,9 +271,8 @@ def _check_mechanism(certificate: Certificate, entries: tuple[Entry, ...], findi
     )
     mechanism = Mechanism.from_dict(certificate.mechanism) if certificate.mechanism else None
     if mechanism is not None:
-        for name in ("num_units", "privacy_unit", "adjacency"):
-            same = getattr(mechanism, name) == header[name]
-            findings.require(same, f"certificate: the mechanism's {name} is not the ledger's {header[name]!r}.")
+        for name in differing_facts(header, mechanism):
+            findings.require(False, f"certificate: the mechanism's {name} is not the ledger's {header.get(name)!r}.")
     for stamp in required_stamps(entries, mechanism if private else None):
         findings.require(stamp in certificate.stamps, f"certificate: it lacks the stamp: {stamp}.")
 

@@ -10,13 +10,6 @@ GRADIENTS = (
         "grads/clip.py",
         ("non-finite units are kept", "dead_U = None if bool(finite_U.all()) else ~finite_U", "dead_U = None"),
         ("short gradients are stretched", "/ norm_U).clamp(max=1.0)", "/ norm_U)"),
-        (
-            "the norm of the last parameter only",
-            "norms_sq_U = norms_sq_U + share.norms_sq()",
-            "norms_sq_U = share.norms_sq()",
-        ),
-        ("rounding may pass the clip norm", "clip_norm * (1 - SLACK * rounding)", "clip_norm * (1 + SLACK * rounding)"),
-        ("clipped by the squared norm", "clip_norm * (1 - SLACK * rounding) / norm_U", "clip_norm / norm_U.square()"),
     ),
     *mutations(
         "test_grads_networks",

@@ -15,7 +15,6 @@ NOISE = (
             "mean_per_step = 0.707 * grid.noise_stddev / grid",
         ),
         ("noise without the clip norm", "noise_multiplier * sensitivity)", "noise_multiplier)"),
-        ("divisor rounded", "divisor=mechanism.expected_batch_size)", "divisor=round(mechanism.expected_batch_size))"),
         ("all parameters share noise", 'keys.derive("noise", step, name)', 'keys.derive("noise", step)'),
         ("all steps share noise", 'keys.derive("noise", step, name)', 'keys.derive("noise", name)'),
         ("a sum clipped to less passes", "if not clipped.clip_norm ==", "if clipped.clip_norm >"),

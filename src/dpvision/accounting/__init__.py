@@ -12,12 +12,15 @@ from dpvision.accounting.guarantees import Accountant, guarantee, mechanism_guar
 from dpvision.accounting.meaning import attack_success, cautions, describe, propose_delta
 from dpvision.accounting.meter import EpsilonMeter
 from dpvision.accounting.plan import PlanRow, plan, steps_for_epochs
+from dpvision.accounting.published import Published, published_settings
+from dpvision.accounting.scaling import scaled
 
 __all__ = [
     "Accountant",
     "Charges",
     "EpsilonMeter",
     "PlanRow",
+    "Published",
     "attack_success",
     "calibrate_expected_batch_size",
     "calibrate_noise_multiplier",
@@ -29,5 +32,7 @@ __all__ = [
     "plan",
     "privacy_curve",
     "propose_delta",
+    "published_settings",
+    "scaled",
     "steps_for_epochs",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TypedDict, final
 
 from dpvision.accounting.calibrate import calibrate_noise_multiplier
 from dpvision.accounting.charges import Charges
@@ -14,18 +14,24 @@ from dpvision.checks import ArgumentError, Problems
 from dpvision.mechanism import Adjacency, Event, Guarantee
 
 DEFAULT_EPOCHS = (10.0, 30.0, 100.0)
+ENOUGH = 1.1
+"""A batch is large enough when all units together would lower the noise on the mean gradient by less than this."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """One way to spend the budget."""
+    """One way to spend the budget.
+
+    ``full_batch_noise`` is the effective noise if every unit joined each of these steps: what larger batches come near.
+    """
 
     num_units: int
     expected_batch_size: float
     steps: int
     noise_multiplier: float
     guarantee: Guarantee
+    full_batch_noise: float
 
     @property
     def sample_rate(self) -> float:
@@ -41,6 +47,28 @@ class PlanRow:
     def effective_noise(self) -> float:
         """Noise on the mean gradient, in units of the clip norm: ``noise_multiplier / expected_batch_size``."""
         return self.noise_multiplier / self.expected_batch_size
+
+    @property
+    def signal(self) -> float:
+        """Signal over noise of all steps: √steps · sample_rate / noise_multiplier. TAN keeps it constant."""
+        return math.sqrt(self.steps) * self.sample_rate / self.noise_multiplier
+
+    @property
+    def excess_noise(self) -> float:
+        """How many times the noise is that of a full batch, at equal steps and epsilon."""
+        return self.effective_noise / self.full_batch_noise
+
+    @property
+    def batch_is_enough(self) -> bool:
+        """Whether a still larger batch would gain next to nothing at these steps, and only cost time."""
+        return self.excess_noise <= ENOUGH
+
+
+class _Budget(TypedDict):
+    target_epsilon: float
+    delta: float
+    adjacency: Adjacency
+    extra: Charges
 
 
 def plan(
@@ -62,26 +90,30 @@ def plan(
     """
     batches = tuple(expected_batch_sizes) or default_batch_sizes(num_units)
     _check_lists(num_units, batches, epochs, steps)
+    budget: _Budget = {"target_epsilon": target_epsilon, "delta": delta, "adjacency": adjacency, "extra": extra}
+    whole: float | None = None
     for batch in batches:
-        counts = steps or [
-            steps_for_epochs(passes, num_units=num_units, expected_batch_size=batch)
-            for passes in epochs or DEFAULT_EPOCHS
-        ]
-        for count in counts:
-            noise = calibrate_noise_multiplier(
+        for count in steps or _steps_of(epochs or DEFAULT_EPOCHS, num_units, batch):
+            noise = calibrate_noise_multiplier(num_units=num_units, expected_batch_size=batch, steps=count, **budget)
+            if whole is None:
+                # Without sampling, many Gaussian releases are one: noise grows with the root of their number, exactly.
+                of_all = calibrate_noise_multiplier(
+                    num_units=num_units, expected_batch_size=num_units, steps=count, **budget
+                )
+                whole = of_all / math.sqrt(count)
+            event = Event(sample_rate=batch / num_units, noise_multiplier=noise)
+            yield PlanRow(
                 num_units=num_units,
                 expected_batch_size=batch,
                 steps=count,
-                target_epsilon=target_epsilon,
-                delta=delta,
-                adjacency=adjacency,
-                extra=extra,
+                noise_multiplier=noise,
+                guarantee=guarantee([(event, count), *extra], delta=delta, adjacency=adjacency),
+                full_batch_noise=whole * math.sqrt(count) / num_units,
             )
-            event = Event(sample_rate=batch / num_units, noise_multiplier=noise)
-            spent = guarantee([(event, count), *extra], delta=delta, adjacency=adjacency)
-            yield PlanRow(
-                num_units=num_units, expected_batch_size=batch, steps=count, noise_multiplier=noise, guarantee=spent
-            )
+
+
+def _steps_of(epochs: Sequence[float], num_units: int, batch: float) -> list[int]:
+    return [steps_for_epochs(passes, num_units=num_units, expected_batch_size=batch) for passes in epochs]
 
 
 def steps_for_epochs(epochs: float, *, num_units: int, expected_batch_size: float) -> int:

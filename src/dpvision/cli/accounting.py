@@ -10,10 +10,7 @@ import typer
 from dpvision.cli.output import print_json, user_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from dpvision.accounting import PlanRow
-    from dpvision.mechanism import Adjacency, Guarantee, Mechanism
+    from dpvision.mechanism import Adjacency, Mechanism
 
 NumUnits = Annotated[int | None, typer.Option(help="How many units are protected. Example: --num-units 60000")]
 BatchSize = Annotated[
@@ -105,41 +102,70 @@ def plan(
     ] = None,
     epochs: Annotated[list[float] | None, typer.Option(help="Repeat for several. Example: --epochs 30")] = None,
     steps: Annotated[list[int] | None, typer.Option(help="Instead of --epochs. Example: --steps 2000")] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="With --scale-…, instead of --target-epsilon. Example: --noise-multiplier 3")
+    ] = None,
+    scale_down: Annotated[
+        float | None,
+        typer.Option(help="One setting and its cheap twin for a search, NOT private (TAN). Example: --scale-down 16"),
+    ] = None,
+    scale_up: Annotated[
+        float | None, typer.Option(help="From the cheap setting back to the costly one. Example: --scale-up 16")
+    ] = None,
     delta: Delta = None,
     adjacency: AdjacencyName = "add_remove",
     plot: Annotated[Path | None, typer.Option(help="Write a picture here. Example: --plot plan.png")] = None,
     json: Json = False,
 ) -> None:
-    """Noise for every pair of batch size and length, all at one target epsilon.
+    """Noise for every pair of batch size and length, all at one target epsilon; or one setting, scaled.
 
     Example: dpvision plan --num-units 50000 --target-epsilon 8 --plot plan.png
     """
+    from dpvision.checks import ArgumentError
+
     with user_errors():
+        if scale_down is not None or scale_up is not None:
+            if plot is not None:
+                raise ArgumentError("--plot draws a plan over several settings. Leave it out with --scale-….")
+            _scale(
+                {"num_units": num_units, "expected_batch_size": expected_batch_size, "steps": steps, "epochs": epochs},
+                noise={"target_epsilon": target_epsilon, "noise_multiplier": noise_multiplier},
+                ways={"down": scale_down, "up": scale_up},
+                delta=delta,
+                adjacency=adjacency,
+                json=json,
+            )
+            return
+        if noise_multiplier is not None:
+            raise ArgumentError("plan finds the noise_multiplier. For a given one use dpvision epsilon.")
         units, target = _all_of(num_units=num_units, target_epsilon=target_epsilon)
-        chosen, proposed = _choose_delta(delta, units, json=json)
+        chosen = _choose_delta(delta, units, json=json)
         if plot is not None:
             _check_picture(plot)
         from rich.console import Console
 
         from dpvision.accounting import plan as make_plan
+        from dpvision.accounting import published_settings
+        from dpvision.cli.planning import print_plan
 
         with Console(stderr=True).status("calibrating the noise"):
             rows = list(
                 make_plan(
                     num_units=units,
                     target_epsilon=target,
-                    delta=chosen,
+                    delta=chosen[0],
                     expected_batch_sizes=expected_batch_size or (),
                     epochs=epochs or (),
                     steps=steps or (),
                     adjacency=cast("Adjacency", adjacency),
                 )
             )
-        _print_plan(rows, target=target, delta_proposed=proposed, json=json)
+        known = published_settings(num_units=units, target_epsilon=target, delta=chosen[0])
+        print_plan(rows, known, target=target, delta_proposed=chosen[1], json=json)
         if plot is not None:
             from dpvision.accounting.picture import draw_plan
 
-            draw_plan(rows, plot)
+            draw_plan(rows, plot, published=known)
             typer.echo(f"picture: {plot}", err=json)
 
 
@@ -261,47 +287,61 @@ def _check_picture(path: Path) -> None:
         raise ArgumentError(f"--plot must be in a folder that exists, got {path}.")
 
 
-def _print_plan(rows: Sequence[PlanRow], *, target: float, delta_proposed: bool, json: bool) -> None:
-    from dpvision.accounting import cautions
+def _scale(
+    setting: dict[str, Any],
+    *,
+    noise: dict[str, float | None],
+    ways: dict[str, float | None],
+    delta: float | None,
+    adjacency: str,
+    json: bool,
+) -> None:
+    """Print one setting and its cheap or costly twin of equal noise on the mean gradient."""
+    from dpvision.accounting import scaled
+    from dpvision.cli.planning import print_scaling
 
-    spent: Guarantee = max((row.guarantee for row in rows), key=lambda guarantee: guarantee.epsilon)
-    warnings = cautions(spent, num_units=rows[0].num_units)
-    for warning in warnings:
-        typer.echo(f"warning: {warning}", err=True)
-    if json:
-        facts = {"target_epsilon": target, "delta": spent.delta, "delta_proposed": delta_proposed}
-        facts |= {"adjacency": spent.adjacency, "num_units": rows[0].num_units, "cautions": list(warnings)}
-        print_json({**facts, "rows": [_row_figures(row) for row in rows]})
-    else:
-        _print_table(rows, title=f"epsilon ≤ {target:g} at delta {spent.delta:g} ({spent.adjacency})")
+    units, batch = _all_of(num_units=setting["num_units"], expected_batch_size=_only("--expected-batch-size", setting))
+    up, factor = _way(ways)
+    steps = _count_steps(_only("--steps", setting), _only("--epochs", setting), units, batch)
+    _check_noise(noise, up=up)
+    chosen = _choose_delta(delta, units, json=json)
+    multiplier = noise["noise_multiplier"]
+    if multiplier is None:
+        known = {"expected_batch_size": batch, "steps": steps, "target_epsilon": noise["target_epsilon"]}
+        multiplier = _solve("noise_multiplier", num_units=units, delta=chosen[0], adjacency=adjacency, given=known)
+    given = _mechanism(units, batch, multiplier, steps, adjacency)
+    other = scaled(given, by=factor if up else 1 / factor)
+    search, target = (given, other) if up else (other, given)
+    print_scaling(search=search, target=target, factor=factor, up=up, delta=chosen, json=json)
 
 
-def _row_figures(row: PlanRow) -> dict[str, float]:
-    return {
-        "expected_batch_size": row.expected_batch_size,
-        "epochs": row.epochs,
-        "steps": row.steps,
-        "sample_rate": row.sample_rate,
-        "noise_multiplier": row.noise_multiplier,
-        "effective_noise": row.effective_noise,
-        "epsilon": row.guarantee.epsilon,
-    }
+def _only(flag: str, setting: dict[str, Any]) -> Any:
+    """The one value of a flag that may be repeated elsewhere, or None."""
+    from dpvision.checks import ArgumentError
+
+    values = setting[flag.removeprefix("--").replace("-", "_")] or []
+    if len(values) > 1:
+        raise ArgumentError(f"{flag} must be given once with --scale-down or --scale-up, got {len(values)} values.")
+    return values[0] if values else None
 
 
-def _print_table(rows: Sequence[PlanRow], *, title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _way(ways: dict[str, float | None]) -> tuple[bool, float]:
+    """Whether to scale up, and by how much."""
+    from dpvision.checks import ArgumentError
 
-    table = Table(title=title, caption="effective noise = noise_multiplier / expected_batch_size: lower learns better")
-    headings = ("batch", "epochs", "steps", "sample rate", "noise multiplier", "effective noise", "epsilon")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    previous: float | None = None
-    for row in rows:
-        if previous not in (None, row.expected_batch_size):
-            table.add_section()
-        previous = row.expected_batch_size
-        table.add_row(
-            *(f"{value:.5g}" if isinstance(value, float) else str(value) for value in _row_figures(row).values())
-        )
-    Console().print(table)
+    given = [(name, factor) for name, factor in ways.items() if factor is not None]
+    if len(given) != 1:
+        raise ArgumentError("give either --scale-down or --scale-up, got both.")
+    ((name, factor),) = given
+    if not 1 < factor < float("inf"):
+        raise ArgumentError(f"--scale-{name} must be a finite number > 1, got {factor}.")
+    return name == "up", factor
+
+
+def _check_noise(noise: dict[str, float | None], *, up: bool) -> None:
+    from dpvision.checks import ArgumentError
+
+    if up and noise["noise_multiplier"] is None:
+        raise ArgumentError("--scale-up starts from a cheap setting: give its --noise-multiplier.")
+    if (noise["noise_multiplier"] is None) == (noise["target_epsilon"] is None):
+        raise ArgumentError("with --scale-down or --scale-up give either --target-epsilon or --noise-multiplier.")

@@ -1,43 +1,96 @@
-"""From per-unit gradients to the factors that clip them.
+"""From per-unit gradients to the factors that clip them: one factor a unit, or one for each layer of a unit.
 
 Shapes: U units.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
 
+from dpvision.checks import Problems
+from dpvision.grads.duties import trainable
 from dpvision.grads.shares import Share
+from dpvision.mechanism import CLIPPINGS, Clipping
 
 SLACK: Final = 32
 """Room below ``clip_norm`` in units of the parameters' rounding, so that rounding can't push a unit above it."""
 
+GAMMA: Final = 0.01
+"""What automatic clipping adds to every norm before it divides by it: a public constant (Bu et al. 2022)."""
+
+Factors = dict[nn.Parameter, Tensor]
+"""Of every parameter, each unit's factor. Parameters that are clipped together share one tensor."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """What bounds a unit: the style, and which parameters are clipped together and how far.
+
+    Guarantee: a unit's gradient times its factors is at most ``clip_norm`` long, all parameters together.
+    """
+
+    clipping: Clipping
+    bound: float
+    groups: Mapping[nn.Parameter, str]
+
+    @staticmethod
+    def of(model: nn.Module, *, clip_norm: float, clipping: Clipping = "flat") -> Clip:
+        """One group of all parameters, or one for each layer.
+
+        With L layers each is clipped to clip_norm/√L, whatever the others need. Every trainable parameter counts, so
+        that L is a fact of the model: not of the units, nor of how the engine runs it.
+        """
+        problems = Problems()
+        problems.positive("clip_norm", clip_norm)
+        problems.require(clipping in CLIPPINGS, f"clipping must be one of {', '.join(CLIPPINGS)}, got {clipping!r}.")
+        problems.raise_if_any()
+        by_layer = clipping == "per_layer"
+        groups = {p: name.rpartition(".")[0] if by_layer else "" for name, p in trainable(model).items()}
+        return Clip(clipping, clip_norm / math.sqrt(max(1, len(set(groups.values())))), groups)
+
+    def factors(self, shares: dict[nn.Parameter, Share], real_U: Tensor) -> tuple[Factors, Tensor | None]:
+        """Factors for units whose gradient is made of ``shares``; and the units that must not be touched at all.
+
+        A unit that is not finite in one layer is left out of all of them.
+        """
+        norms_sq = {self.groups[parameter]: torch.zeros_like(real_U, dtype=torch.float64) for parameter in shares}
+        for parameter, share in shares.items():
+            norms_sq[self.groups[parameter]] = norms_sq[self.groups[parameter]] + share.norms_sq()
+        finite_U = _all_finite(norms_sq.values(), like=real_U)
+        rounding = max((torch.finfo(parameter.dtype).eps for parameter in shares), default=0.0)
+        by_group = {
+            group: clip_factors(
+                norms_sq_U, finite_U & real_U, bound=self.bound, rounding=rounding, clipping=self.clipping
+            )
+            for group, norms_sq_U in norms_sq.items()
+        }
+        dead_U = None if bool(finite_U.all()) else ~finite_U
+        return {parameter: by_group[self.groups[parameter]] for parameter in shares}, dead_U
+
 
 def clip_factors(
-    norms_sq_U: Tensor, real_U: Tensor, *, clip_norm: float, rounding: float
-) -> tuple[Tensor, Tensor | None]:
-    """The factor of every unit, and the mask of units whose numbers must not be touched at all (or ``None``).
+    norms_sq_U: Tensor, counted_U: Tensor, *, bound: float, rounding: float, clipping: Clipping = "flat"
+) -> Tensor:
+    """The factor of every unit, from the squared norm of what is clipped together.
 
-    Guarantee: factor · norm ≤ clip_norm; zero for padding and for a unit whose gradient is not finite.
+    Guarantee: factor · norm ≤ bound; exactly zero for units that don't count, whatever their norm is.
     """
-    finite_U = torch.isfinite(norms_sq_U)
-    norm_U = torch.where(finite_U, norms_sq_U, 1.0).sqrt()
-    factor_U = (clip_norm * (1 - SLACK * rounding) / norm_U).clamp(max=1.0)
-    factor_U = torch.where(finite_U & real_U, factor_U, 0.0)
-    dead_U = None if bool(finite_U.all()) else ~finite_U
-    return factor_U, dead_U
+    norm_U = torch.where(counted_U, norms_sq_U, 1.0).sqrt()
+    below = bound * (1 - SLACK * rounding)
+    factor_U = below / (norm_U + GAMMA) if clipping == "automatic" else (below / norm_U).clamp(max=1.0)
+    return torch.where(counted_U, factor_U, 0.0)
 
 
-def factors_of(shares: dict[nn.Parameter, Share], real_U: Tensor, clip_norm: float) -> tuple[Tensor, Tensor | None]:
-    """``clip_factors`` for units whose gradient is made of ``shares``.
-
-    Guarantee: one unit's gradient times its factor is at most ``clip_norm`` long, all parameters together.
-    """
-    norms_sq_U = torch.zeros(real_U.shape, dtype=torch.float64, device=real_U.device)
-    for share in shares.values():
-        norms_sq_U = norms_sq_U + share.norms_sq()
-    rounding = max((torch.finfo(parameter.dtype).eps for parameter in shares), default=0.0)
-    return clip_factors(norms_sq_U, real_U, clip_norm=clip_norm, rounding=rounding)
+def _all_finite(norms_sq: Iterable[Tensor], *, like: Tensor) -> Tensor:
+    """Units whose norm is finite in every group."""
+    finite_U = torch.ones_like(like, dtype=torch.bool)
+    for norms_sq_U in norms_sq:
+        finite_U = finite_U & torch.isfinite(norms_sq_U)
+    return finite_U

@@ -17,15 +17,16 @@ from dpvision import native
 from dpvision.checks import PrivacyError, Problems
 from dpvision.flow import Batch, ClippedSum, Microbatch, Sampling
 from dpvision.grads.admission import plan_for
-from dpvision.grads.clip import factors_of
+from dpvision.grads.clip import Clip
 from dpvision.grads.duties import duties_of, trainable
-from dpvision.grads.fast import held_through_step
+from dpvision.grads.fast import SkinnyLinear, held_through_step
 from dpvision.grads.performance import Performance
 from dpvision.grads.plan import Plan
 from dpvision.grads.probe import same_attributes, stored
 from dpvision.grads.refusals import movement
 from dpvision.grads.totals import Totals
 from dpvision.grads.units import LossFunction, UnitGradients, unit_gradients
+from dpvision.mechanism import Clipping
 
 _MOST_PICTURES: Final = 512
 _MOST_FEATURE_ROWS: Final = 4096
@@ -39,11 +40,14 @@ def clipped_sum(
     targets: Tensor,
     *,
     clip_norm: float,
+    clipping: Clipping = "flat",
     rows_per_unit: int = 1,
     microbatch_size: int | None = None,
 ) -> ClippedSum:
-    """The sum over units of their gradients, each scaled down to at most ``clip_norm``; the model stays as it was.
+    """The sum over units of their gradients, each scaled to at most ``clip_norm``; the model stays as it was.
 
+    ``clipping`` says how: "flat" scales a gradient that is too long down, "automatic" brings every gradient to nearly
+    ``clip_norm``, "per_layer" scales each layer's part down to its even share of it.
     Rows ``u * rows_per_unit`` and following belong to unit u; a unit's loss is the mean over its rows.
 
     Guarantee: adding or removing one unit moves the result by at most ``clip_norm`` in L2. A unit whose gradient is
@@ -56,27 +60,32 @@ def clipped_sum(
     problems.raise_if_any()
     batch = Rows(inputs, targets, rows_per_unit)
     performance = Performance(microbatch_size=microbatch_size)
-    clipped = clipped_sum_of_batch(model, loss_fn, batch, clip_norm=clip_norm, performance=performance)
+    clipped = clipped_sum_of_batch(
+        model, loss_fn, batch, clip_norm=clip_norm, clipping=clipping, performance=performance
+    )
     dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
     return ClippedSum({name: value.to(dtypes[name]) for name, value in clipped.gradients.items()}, clip_norm)
 
 
 def clipped_sum_of_batch(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, *, clip_norm: float, performance: Performance
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    *,
+    clip_norm: float,
+    clipping: Clipping = "flat",
+    performance: Performance,
 ) -> ClippedSum:
     """``clipped_sum`` over a whole draw, in float64. An empty draw is a sum of zeros.
 
     Guarantee: as ``clipped_sum``; the result does not depend on the micro-batch size beyond rounding.
     """
-    problems = Problems()
-    problems.positive("clip_norm", clip_norm)
-    problems.raise_if_any()
-    totals = Totals()
+    clip, totals = Clip.of(model, clip_norm=clip_norm, clipping=clipping), Totals()
     each = _each_microbatch(model, loss_fn, batch, performance)
     with _unmoved(model), _kernels(performance), closing(each):
         for microbatch, found in each:
             real_U = microbatch.row_weights_UR.ne(0).any(1)
-            totals.add(found.shares, *factors_of(found.shares, real_U, clip_norm))
+            totals.add(found.shares, *clip.factors(found.shares, real_U))
     return ClippedSum(totals.gradients(trainable(model)), clip_norm)
 
 
@@ -92,7 +101,7 @@ def unclipped_sum_of_batch(
     with _unmoved(model), _kernels(performance), closing(each):
         for microbatch, found in each:
             ones_U = microbatch.row_weights_UR.ne(0).any(1).to(torch.float64)
-            totals.add(found.shares, ones_U, None)
+            totals.add(found.shares, dict.fromkeys(found.shares, ones_U), None)
     return totals.gradients(trainable(model))
 
 
@@ -112,20 +121,27 @@ def _each_microbatch(
     network = plan.network(model)
     duties = duties_of(network, plan.exceptions)
     with held_through_step(network):
-        for microbatch in batch.microbatches(_microbatch_size(plan, first, performance)):
+        for microbatch in batch.microbatches(_microbatch_size(plan, network, first, performance)):
             arranged = plan.arranged(microbatch)
             yield arranged, unit_gradients(network, loss_fn, arranged, duties, plan.layouts)
 
 
-def _microbatch_size(plan: Plan, like: Microbatch, performance: Performance) -> int:
+def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performance: Performance) -> int:
     """As asked for, or as many units as fit the memory that a micro-batch may take."""
     if performance.microbatch_size is not None:
         return performance.microbatch_size
     fitting = performance.memory_mib * 2**20 // max(1, plan.bytes_per_unit)
-    # Whole multiples of eight share evenly among threads.
+    # Whole multiples of eight, or of two, share evenly among threads.
     # What a model works with between its layers is not counted, and may be much for pictures (a scattering transform).
-    most = _MOST_FEATURE_ROWS if like.inputs.dim() == 2 else _MOST_PICTURES
-    return max(1, min(most, fitting if fitting < _EVEN else fitting // _EVEN * _EVEN))
+    most = _MOST_FEATURE_ROWS if like.inputs.dim() == 2 or _only_linear(network) else _MOST_PICTURES
+    even = _EVEN if fitting >= _EVEN else 2 if fitting >= 2 else 1
+    return max(1, min(most, fitting // even * even))
+
+
+def _only_linear(network: nn.Module) -> bool:
+    """Whether nothing large can lie between the layers, because there are hardly any."""
+    leaves = [module for module in network.modules() if not list(module.children())]
+    return all(isinstance(leaf, (nn.Linear, SkinnyLinear, nn.Flatten, nn.Identity)) for leaf in leaves)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from torch.func import functional_call, grad, vmap
 from dpvision.flow import ClippedSum
 from dpvision.grads.duties import places
 from dpvision.grads.units import LossFunction
+from dpvision.mechanism import Clipping
 
 
 def clipped_sum_by_func(
@@ -18,6 +19,7 @@ def clipped_sum_by_func(
     targets: Tensor,
     *,
     clip_norm: float,
+    clipping: Clipping = "flat",
     rows_per_unit: int = 1,
 ) -> ClippedSum:
     """The same number as ``clipped_sum``; all per-unit gradients are in memory at once."""
@@ -33,9 +35,25 @@ def clipped_sum_by_func(
 
     by_unit = (x.unflatten(0, (-1, rows_per_unit)) for x in (inputs, targets))
     gradients = vmap(grad(unit_loss), in_dims=(None, 0, 0))(values, *by_unit)
-    squares = [g.double().square().reshape(g.shape[0], -1).sum(1) for g in gradients.values()]
-    norm = torch.stack(squares).sum(0).sqrt()
-    factor = torch.where(norm.isfinite(), (clip_norm / norm).clamp(max=1.0), 0.0)
-    clean = {name: g.masked_fill(~norm.isfinite().view(-1, *[1] * (g.dim() - 1)), 0.0) for name, g in gradients.items()}
-    total = {name: torch.einsum("u,u...->...", factor.to(g.dtype), g) for name, g in clean.items()}
+    squares = {name: g.double().square().reshape(g.shape[0], -1).sum(1) for name, g in gradients.items()}
+    finite = torch.stack(list(squares.values())).sum(0).isfinite()
+    factors = _factors(squares, clip_norm, clipping)
+    clean = {name: g.masked_fill(~finite.view(-1, *[1] * (g.dim() - 1)), 0.0) for name, g in gradients.items()}
+    factors = {name: factor.where(finite, 0.0) for name, factor in factors.items()}
+    total = {name: torch.einsum("u,u...->...", factors[name].to(g.dtype), g) for name, g in clean.items()}
     return ClippedSum(total, clip_norm)
+
+
+def _factors(squares: dict[str, Tensor], clip_norm: float, clipping: Clipping) -> dict[str, Tensor]:
+    """Each parameter's factors, from the squared norms of all parameters."""
+    layer_of = {name: name.rpartition(".")[0] if clipping == "per_layer" else "" for name in squares}
+    layers = set(layer_of.values())
+    bound = clip_norm / len(layers) ** 0.5
+    factors: dict[str, Tensor] = {}
+    for layer in layers:
+        members = [name for name in squares if layer_of[name] == layer]
+        norm = torch.stack([squares[name] for name in members]).sum(0).sqrt()
+        factor = bound / (norm + 0.01 if clipping == "automatic" else norm.clamp(min=bound))
+        for name in members:
+            factors[name] = factor
+    return factors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import final
 
 import torch
@@ -21,13 +22,15 @@ class Totals:
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._finish: dict[nn.Parameter, Finish] = {}
 
-    def add(self, shares: dict[nn.Parameter, Share], factor_U: Tensor, dead_U: Tensor | None) -> None:
-        """Add one micro-batch: every unit's gradient times its factor, those marked in ``dead_U`` left out."""
+    def add(
+        self, shares: dict[nn.Parameter, Share], factors: Mapping[nn.Parameter, Tensor], dead_U: Tensor | None
+    ) -> None:
+        """Add one micro-batch: every unit's gradient times its factors, those marked in ``dead_U`` left out."""
         for parameter, share in shares.items():
             if parameter not in self._finish:
                 # The first micro-batch's will do: it depends on weights alone, which are the same for all of them.
                 self._finish[parameter] = share.finish
-            self._sums[parameter] = share.add_weighted_sum(self._sums.get(parameter), factor_U, dead_U)
+            self._sums[parameter] = share.add_weighted_sum(self._sums.get(parameter), factors[parameter], dead_U)
 
     def gradients(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         """By name, in the parameters' own shapes; zeros where nothing was added."""
