@@ -15,9 +15,10 @@ LAYERS = (
     ("mechanism", "flow"),
     ("accounting", "data", "models", "native"),
     ("grads", "noise", "optim", "ledger"),
-    ("config", "runfolder", "evaluate", "certificate"),
+    ("config", "runfolder", "evaluate", "certificate", "transfer"),
     ("training", "verify"),
     ("recipes", "report", "bench"),
+    ("reproduce",),  # tables are made of recipes
     ("cli", "__main__"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -101,6 +101,8 @@ SLOW_CASES: list[tuple[str, Build, int]] = [
     ("resnet9", from_catalogue("resnet9"), 8),
     ("shoefit_allconv", from_catalogue("shoefit_allconv"), 8),
     ("shoefit_cifar", from_catalogue("shoefit_cifar", image_size=8), 8),
+    ("efficientnet_lite0", from_catalogue("efficientnet_lite0"), 32),
+    ("vgg16_conv3", from_catalogue("vgg16_conv3"), 16),
     ("resnet18", from_catalogue("resnet18"), 8),
     ("resnet34", from_catalogue("resnet34"), 32),
     ("resnet50", from_catalogue("resnet50"), 32),

@@ -11,12 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dpvision.checks import ArgumentError
 from dpvision.grads import Performance
-from dpvision.mechanism import Adjacency, Mechanism, OrdinaryPlan
+from dpvision.mechanism import Adjacency, Clipping, Mechanism, OrdinaryPlan
 from dpvision.optim import AveragingSettings, OptimizerSettings, ScheduleSettings
 
 Option = bool | int | float | str
 T = TypeVar("T")
 _MECHANISM_FIELDS = ("num_units", "expected_batch_size", "clip_norm", "noise_multiplier", "steps", "privacy_unit")
+_MECHANISM_CHOICES = ("adjacency", "clipping", "unit_norm")  # never open: each has a default
 
 
 class _Settings(BaseModel):
@@ -47,11 +48,79 @@ class DataConfig(_Settings):
 
 
 @final
+class ViewsConfig(_Settings):
+    """Augmented views of every drawn picture: ``count`` of them are averaged before the unit's one clip.
+
+    ``crop_padding`` pixels are added on every side before a random crop; ``flip`` and ``erasing`` are probabilities;
+    ``rotation`` is the largest angle in degrees. Nothing here is learned from data, so views cost no epsilon.
+    """
+
+    count: int = Field(default=1, ge=1, le=64)
+    crop_padding: int = Field(default=0, ge=0, le=64)
+    padding: Literal["reflect", "symmetric", "zeros"] = "reflect"
+    flip: float = Field(default=0.0, ge=0, le=1)
+    rotation: float = Field(default=0.0, ge=0, le=180)
+    erasing: float = Field(default=0.0, ge=0, le=1)
+
+
+@final
 class ModelConfig(_Settings):
     """A name of the catalogue and its options."""
 
     name: str
     options: dict[str, Option] = {}
+
+
+@final
+class PriorRelease(_Settings):
+    """The earlier run whose release gave the first weights, as its certificate has it. Written by the run itself.
+
+    ``epsilon`` is None for a run without privacy; ``stamps`` are its reasons not to be released.
+    """
+
+    run_id: str
+    data: str
+    privacy_unit: str
+    epsilon: float | None = None
+    delta: float | None = None
+    stamps: tuple[str, ...] = ()
+    began_elsewhere: bool = False
+
+
+@final
+class TransferConfig(_Settings):
+    """Where the first weights come from, and which of them are trained.
+
+    ``weights`` is a file (.safetensors, .npz, or a torch state file, which is loaded without executing anything), the
+    folder of an earlier run, or the name of a known set. ``rename`` maps prefixes of its names to ours. ``trained``
+    says what learns: the new ``head``, the ``last`` so many ``stages`` (the head is one), ``all``, or the head for
+    ``head_steps`` and then all. ``source`` and ``licence`` describe the data that the weights were trained on; the
+    certificate repeats them. With ``initialisation`` "mean_var" layers are drawn anew with the mean and variance that
+    they have there.
+
+    ``sha256`` is the file's; left open, the run writes it, and ``prior`` too.
+    """
+
+    weights: str
+    rename: dict[str, str] = {}
+    trained: Literal["head", "last", "all", "head_then_all"] = "head"
+    stages: int | None = Field(default=None, ge=1)
+    head_steps: int | None = Field(default=None, ge=1)
+    source: str | None = None
+    licence: str | None = None
+    initialisation: Literal["weights", "mean_var"] = "weights"
+    sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    prior: PriorRelease | None = None
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> TransferConfig:
+        if (self.stages is not None) != (self.trained == "last"):
+            raise ValueError("stages must be given with trained=last, and only there")
+        if (self.head_steps is not None) != (self.trained == "head_then_all"):
+            raise ValueError("head_steps must be given with trained=head_then_all, and only there")
+        if self.initialisation == "mean_var" and self.trained != "all":
+            raise ValueError("initialisation=mean_var draws every layer anew, so it needs trained=all")
+        return self
 
 
 @final
@@ -69,6 +138,8 @@ class PrivacyConfig(_Settings):
     expected_batch_size: float | None = Field(default=None, gt=0)
     steps: int | None = Field(default=None, ge=1)
     clip_norm: float | None = Field(default=None, gt=0)
+    clipping: Clipping = "flat"
+    unit_norm: bool = False
     num_units: int | None = Field(default=None, ge=1)
     privacy_unit: str | None = None
     adjacency: Adjacency = "add_remove"
@@ -82,15 +153,21 @@ class PrivacyConfig(_Settings):
 
 @final
 class RunConfig(_Settings):
-    """Everything that decides what a run computes, and nothing secret: it is part of the release."""
+    """Everything that decides what a run computes, and nothing secret: it is part of the release.
+
+    ``cache_features``: what a frozen front makes of the pictures is kept in memory, on disk too, or computed anew.
+    """
 
     name: str = "run"
     data: DataConfig
     model: ModelConfig | None = None
+    views: ViewsConfig = ViewsConfig()
+    transfer: TransferConfig | None = None
     privacy: PrivacyConfig
     optimizer: OptimizerSettings | None = None
     schedule: ScheduleSettings = ScheduleSettings()
     averaging: AveragingSettings = AveragingSettings()
+    cache_features: Literal["memory", "disk", "off"] = "memory"
     evaluations: int = Field(default=10, ge=1)
     checkpoint_every: int = Field(default=50, ge=1)
     performance: Performance = Performance()
@@ -101,7 +178,7 @@ class RunConfig(_Settings):
         if not self.privacy.enabled:
             raise ArgumentError("a run without privacy has no mechanism.")
         self._require_resolved(*_MECHANISM_FIELDS)
-        return Mechanism(**self.privacy.model_dump(include={*_MECHANISM_FIELDS, "adjacency"}))
+        return Mechanism(**self.privacy.model_dump(include={*_MECHANISM_FIELDS, *_MECHANISM_CHOICES}))
 
     @property
     def plan(self) -> Mechanism | OrdinaryPlan:
@@ -129,7 +206,10 @@ class RunConfig(_Settings):
         """What is released of the configuration: names of files and folders, not where they lie."""
         paths = ("source", "test", "unit_csv")
         names = {name: Path(value).name for name in paths if (value := getattr(self.data, name)) is not None}
-        return self.model_copy(update={"data": self.data.model_copy(update={**names, "data_dir": None})})
+        update: dict[str, Any] = {"data": self.data.model_copy(update={**names, "data_dir": None})}
+        if self.transfer is not None:
+            update["transfer"] = self.transfer.model_copy(update={"weights": Path(self.transfer.weights).name})
+        return self.model_copy(update=update)
 
     def with_normalisation(self, mean: tuple[float, ...] | None, std: tuple[float, ...] | None) -> RunConfig:
         """The same configuration with these constants for the pixels."""

@@ -61,7 +61,26 @@ def evaluate(
 
     ``parameters`` replaces the model's own where given, such as averaged ones. The model is left as it was.
     """
-    logits = _logits(model, store.images, normalisation, batch_size=batch_size, device=device, parameters=parameters)
+    inputs = _inputs(store.images, normalisation, batch_size=batch_size, device=device)
+    logits = _logits(model, inputs, device=device, parameters=parameters)
+    return metrics_of(logits, store.labels, store.class_names)
+
+
+def evaluate_features(
+    rest: nn.Module,
+    features: Tensor,
+    store: ImageStore,
+    *,
+    batch_size: int = 4096,
+    device: torch.device | str = "cpu",
+    parameters: Mapping[str, Tensor] | None = None,
+) -> Metrics:
+    """The figures of a model of which ``rest`` is the last part, on what its front made of every picture of ``store``.
+
+    They are those of ``evaluate`` on the whole model, up to rounding.
+    """
+    inputs = (part.to(device, torch.float32) for part in features.split(_counted(batch_size)))
+    logits = _logits(rest, inputs, device=device, parameters=parameters)
     return metrics_of(logits, store.labels, store.class_names)
 
 
@@ -75,8 +94,8 @@ def predict(
     parameters: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The probability of each class for each of the uint8 ``images``: float32, on the CPU, one row a picture."""
-    logits = _logits(model, images, normalisation, batch_size=batch_size, device=device, parameters=parameters)
-    return logits.softmax(dim=1).float()
+    inputs = _inputs(images, normalisation, batch_size=batch_size, device=device)
+    return _logits(model, inputs, device=device, parameters=parameters).softmax(dim=1).float()
 
 
 def metrics_of(logits: Tensor, labels: Tensor, class_names: tuple[str, ...]) -> Metrics:
@@ -103,25 +122,31 @@ def metrics_of(logits: Tensor, labels: Tensor, class_names: tuple[str, ...]) -> 
     )
 
 
-def _logits(
-    model: nn.Module,
-    images: Tensor,
-    normalisation: Normalisation,
-    *,
-    batch_size: int,
-    device: torch.device | str,
-    parameters: Mapping[str, Tensor] | None,
-) -> Tensor:
-    """The model's outputs for all pictures, in float64 on the CPU."""
+def _inputs(
+    images: Tensor, normalisation: Normalisation, *, batch_size: int, device: torch.device | str
+) -> Iterator[Tensor]:
+    """What a model sees of the pictures, batch by batch."""
+    return (normalisation.apply(images_B.to(device)) for images_B in images.split(_counted(batch_size)))
+
+
+def _counted(batch_size: int) -> int:
     problems = Problems()
     problems.count("batch_size", batch_size)
     problems.raise_if_any()
+    return batch_size
+
+
+def _logits(
+    model: nn.Module,
+    batches: Iterator[Tensor],
+    *,
+    device: torch.device | str,
+    parameters: Mapping[str, Tensor] | None,
+) -> Tensor:
+    """The model's outputs for all rows, in float64 on the CPU."""
     replaced = _replacements(model, parameters, device)
-    rows: list[Tensor] = []
     with _evaluation_mode(model), torch.no_grad():
-        for images_B in images.split(batch_size):
-            inputs = normalisation.apply(images_B.to(device))
-            rows.append(torch.func.functional_call(model, replaced, (inputs,)).double().cpu())
+        rows = [torch.func.functional_call(model, replaced, (inputs,)).double().cpu() for inputs in batches]
     return torch.cat(rows)
 
 

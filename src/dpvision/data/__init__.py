@@ -1,6 +1,7 @@
 """Sources of pictures, one uint8 store, privacy units, and Poisson draws over them."""
 
 from dpvision.data.draws import PoissonBatch, PoissonDraws, mismatch_note
+from dpvision.data.features import FeatureBatch, FeatureDraws, Features, extract, kept_features
 from dpvision.data.holdout import hold_out
 from dpvision.data.known import KNOWN, KnownSet, cache_folder
 from dpvision.data.normalisation import Normalisation, fixed_normalisation
@@ -9,9 +10,13 @@ from dpvision.data.pictures import load_pictures
 from dpvision.data.sources import inspect, known_sources, load, load_one
 from dpvision.data.statistics import released_normalisation
 from dpvision.data.store import ImageStore, Splits, UnitRows, dense_units, store_of_arrays
+from dpvision.data.views import ViewSettings, erase_views, make_views
 
 __all__ = [
     "KNOWN",
+    "FeatureBatch",
+    "FeatureDraws",
+    "Features",
     "ImageStore",
     "KnownSet",
     "LoadOptions",
@@ -21,15 +26,20 @@ __all__ = [
     "Progress",
     "Splits",
     "UnitRows",
+    "ViewSettings",
     "cache_folder",
     "dense_units",
+    "erase_views",
+    "extract",
     "fixed_normalisation",
     "hold_out",
     "inspect",
+    "kept_features",
     "known_sources",
     "load",
     "load_one",
     "load_pictures",
+    "make_views",
     "mismatch_note",
     "released_normalisation",
     "store_of_arrays",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dpvision.models.activations import ACTIVATIONS, TemperedSigmoid, activation
+from dpvision.models.backbone import FrozenBatchNorm
 from dpvision.models.catalogue import catalogue, count_parameters, create, entry
 from dpvision.models.entries import Entry
 from dpvision.models.layers import ScalarGain, WSConv2d
@@ -10,6 +11,7 @@ from dpvision.models.norms import NORMS, Norm
 from dpvision.models.private_ready import Change, FrozenAffine, make_private_ready
 from dpvision.models.scatter import channel_constants
 from dpvision.models.scattering import Scattering
+from dpvision.models.splitting import Split, split
 
 __all__ = [
     "ACTIVATIONS",
@@ -17,9 +19,11 @@ __all__ = [
     "Change",
     "Entry",
     "FrozenAffine",
+    "FrozenBatchNorm",
     "Norm",
     "ScalarGain",
     "Scattering",
+    "Split",
     "TemperedSigmoid",
     "WSConv2d",
     "activation",
@@ -29,4 +33,5 @@ __all__ = [
     "create",
     "entry",
     "make_private_ready",
+    "split",
 ]

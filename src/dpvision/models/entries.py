@@ -15,6 +15,7 @@ from torch import nn
 
 from dpvision.models.densenet import densenet121
 from dpvision.models.efficientnet import efficientnet_b0
+from dpvision.models.efficientnet_lite import efficientnet_lite0
 from dpvision.models.nfnet import F0, F3, nf_resnet, nfnet
 from dpvision.models.resnet import ResNet
 from dpvision.models.resnet9 import resnet9
@@ -29,6 +30,7 @@ from dpvision.models.shoefit import (
     tempered_cnn,
 )
 from dpvision.models.smoothnet import SmoothNet
+from dpvision.models.vgg import vgg16_conv3
 from dpvision.models.wrn import WideResNet
 
 
@@ -79,6 +81,8 @@ _SCALENORM = "Klause et al. 2022, ScaleNorm"
 _SMOOTHNET = "Remerscheid et al. 2022, SmoothNets"
 _SCALE = "De et al. 2022, Unlocking accuracy through scale"
 _SCATTER = "Tramèr & Boneh 2021, Differentially private learning needs better features"
+_LITE = "Liu 2020, EfficientNet-Lite (after Tan & Le 2019)"
+_VGG = "Simonyan & Zisserman 2015, Very deep convolutional networks"
 
 _fixed = functools.partial
 ENTRIES: tuple[Entry, ...] = (
@@ -357,5 +361,23 @@ ENTRIES: tuple[Entry, ...] = (
         image_size=32,
         parameters=187_210,
         factory=scatter_cnn,
+    ),
+    Entry(
+        name="efficientnet_lite0",
+        family="backbone",
+        paper=_LITE,
+        purpose="public ImageNet weights (--transfer-weights efficientnet-lite0), a private head on frozen features",
+        image_size=224,
+        parameters=3_341_802,
+        factory=efficientnet_lite0,
+    ),
+    Entry(
+        name="vgg16_conv3",
+        family="backbone",
+        paper=_VGG,
+        purpose="public ImageNet weights (--transfer-weights vgg16-conv1-3), a private head on early features",
+        image_size=32,
+        parameters=1_745_738,
+        factory=vgg16_conv3,
     ),
 )

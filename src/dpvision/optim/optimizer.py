@@ -23,7 +23,7 @@ class Optimizer:
     """Moves the trainable parameters of one model, and keeps watch that nothing else does.
 
     Trainable are the parameters that require gradients when the optimizer is made; a shared one counts once, under
-    its first name. Frozen ones are never touched.
+    its first name. Frozen ones are never touched. ``first_step`` is the step that it takes first.
 
     Guarantee: with ``private=True`` the parameters after any number of steps are a function of their initial values,
     public settings, public metrics and ``PrivateGrad``\\ s, one per step in order; the averages too. A parameter or
@@ -39,6 +39,7 @@ class Optimizer:
         averaging: AveragingSettings | None = None,
         total_steps: int,
         private: bool,
+        first_step: int = 0,
     ) -> None:
         self._parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         if not self._parameters:
@@ -51,7 +52,7 @@ class Optimizer:
         self._rule = _torch_optimizer(self._parameters.values(), settings)
         self._watch = Watch(model, buffers=private)  # ordinary training may have moving BatchNorm statistics
         self._takes = PrivateGrad if private else OrdinaryGrad
-        self._steps_taken = 0
+        self._steps_taken = first_step
 
     @property
     def steps_taken(self) -> int:

@@ -32,7 +32,7 @@ def train(
     under the assumptions of docs/guarantee.md.
     """
     watcher = watcher or Silence()
-    session, prepared = begin(config, Path(run), seed=seed, device=device)
+    session, prepared = begin(config, Path(run), seed=seed, device=device, say=watcher.said)
     with session.folder:
         name = required(session.config.model, "model").name
         watcher.started(name=name, steps=session.total_steps, done=0, choices=prepared.choices)
@@ -50,7 +50,7 @@ def resume(
     which their bits depend, they get other noise and are charged again.
     """
     watcher = watcher or Silence()
-    session, notes = come_back(Path(run), allow_fork=allow_fork, device=device)
+    session, notes = come_back(Path(run), allow_fork=allow_fork, device=device, say=watcher.said)
     with session.folder:
         name = required(session.config.model, "model").name
         watcher.started(name=name, steps=session.total_steps, done=session.step, choices=())

@@ -4,20 +4,42 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpvision.config import RunConfig
-from dpvision.training.prepare import Pictures
+from dpvision.accounting import mechanism_guarantee
+from dpvision.config import RunConfig, ViewsConfig
+from dpvision.training.origin import transfer_declarations
+from dpvision.training.phases import mirrored
+from dpvision.training.prepare import Pictures, extra_charges
+from dpvision.transfer import KNOWN_WEIGHTS
 
 
 def declarations(config: RunConfig, pictures: Pictures) -> list[tuple[str, str]]:
     """Pairs of (what, how) for everything that is declared instead of charged."""
     found = [("privacy units", units_come_from(config)), ("test split", test_split(config, pictures))]
     if config.data.normalisation == "published":
-        found.append(("normalisation constants", f"published for {config.data.source}"))
+        of_weights = config.transfer is not None and config.transfer.weights in KNOWN_WEIGHTS
+        what = config.transfer.weights if config.transfer is not None and of_weights else config.data.source
+        found.append(("normalisation constants", f"published for {what}"))
     elif config.data.normalisation in {"fixed", "none"}:
         found.append(("normalisation constants", "fixed numbers that no data chose"))
     if config.schedule.kind == "plateau":
         found.append(("learning-rate schedule", "follows the loss on the test split, which is declared public"))
-    return found
+    if config.views != ViewsConfig():
+        found.append(("views of a picture", views_text(config)))
+    return [*found, *transfer_declarations(config, planned_epsilon=planned_epsilon(config))]
+
+
+def planned_epsilon(config: RunConfig) -> float | None:
+    """What the whole plan spends: a bound on what the run spends, because the budget is a wall."""
+    if not config.privacy.enabled or config.privacy.delta is None:
+        return None
+    return mechanism_guarantee(config.mechanism, delta=config.privacy.delta, extra=extra_charges(config)).epsilon
+
+
+def views_text(config: RunConfig) -> str:
+    """How pictures are varied."""
+    if mirrored(config.views) and config.cache_features != "off":
+        return "each picture and its mirror image, averaged before the clip, wherever features are kept"
+    return f"{config.views.count} a picture, averaged before the clip; how they vary is in the configuration"
 
 
 def not_covered(pictures: Pictures) -> tuple[str, ...]:

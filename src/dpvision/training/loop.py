@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from dpvision.checks import DPVisionError
-from dpvision.evaluate import Metrics, evaluate
+from dpvision.evaluate import Metrics, evaluate, evaluate_features
 from dpvision.flow import OrdinaryGrad, charge_for
 from dpvision.grads import clipped_sum_of_batch, ordinary_gradient
 from dpvision.noise import privatize
@@ -59,6 +59,7 @@ def keyed_randomness(session: Session) -> Iterator[None]:
 
 def take_step(session: Session) -> None:
     """One step. The ledger is on disk before the noisy gradient exists."""
+    session.enter_phase()
     with keyed_randomness(session):
         _take_step(session)
     session.step += 1
@@ -70,7 +71,7 @@ def _take_step(session: Session) -> None:
     performance = session.config.performance
     if session.budget is None:
         mean = ordinary_gradient(
-            session.model,
+            session.phase.network,
             classification_loss,
             batch,
             divisor=session.config.plan.expected_batch_size,
@@ -80,7 +81,12 @@ def _take_step(session: Session) -> None:
     else:
         mechanism = session.config.mechanism
         clipped = clipped_sum_of_batch(
-            session.model, classification_loss, batch, clip_norm=mechanism.clip_norm, performance=performance
+            session.phase.network,
+            classification_loss,
+            batch,
+            clip_norm=mechanism.clip_norm,
+            clipping=mechanism.clipping,
+            performance=performance,
         )
         session.budget.charge(charge_for(batch.sampling, mechanism), step=session.step, fork=session.fork)
         session.optimizer.step(privatize(clipped, mechanism, session.keys, step=session.step))
@@ -103,6 +109,14 @@ def spent_at_most(session: Session, due: list[int]) -> float | None:
 def measure(session: Session) -> Metrics:
     """The figures of the present weights on the public test split."""
     require_finite(session)
+    if session.phase.front is not None and session.features is not None:
+        return evaluate_features(
+            session.phase.network,
+            session.features.test.values_NWF[:, 0],
+            session.pictures.test,
+            parameters=session.optimizer.averaged_parameters(),
+            device=session.device,
+        )
     return evaluate(
         session.model,
         session.pictures.test,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -22,9 +22,12 @@ from dpvision.data import (
 )
 from dpvision.keys import Keys
 from dpvision.mechanism import Event
+from dpvision.optim import OptimizerSettings
+from dpvision.training.origin import resolved_transfer
 from dpvision.training.proposals import DEFAULT_IMAGE_SIZE, Choice, Facts, fill_open_settings
 
 STATISTICS = "normalisation statistics"
+HEAD_CLIP_NORM, HEAD_RATE = 0.1, 4.0
 
 
 @final
@@ -88,7 +91,11 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
         data = config.data.model_copy(update={"image_size": DEFAULT_IMAGE_SIZE})
         config = config.model_copy(update={"data": data})
         choices.append(Choice("image_size", str(DEFAULT_IMAGE_SIZE), "small pictures train fast; raise it for detail"))
+    config, pixels = resolved_transfer(config)
     pictures = load_pictures(config.data, keys)
+    if pixels is not None:
+        pictures = replace(pictures, published=pixels)  # what the weights were trained on goes first
+    config, of_head = fill_for_head(config)
     facts = Facts(
         num_units=pictures.train.num_units,
         num_classes=pictures.train.num_classes,
@@ -96,10 +103,35 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
     )
     config, chosen = fill_open_settings(config, facts)
     config = name_normalisation(config, pictures)
+    require_both_phases(config)
     if config.privacy.enabled:
         config = calibrate(config)
     config = parse_config(config.model_dump())
-    return Prepared(config, pictures, (*choices, *chosen), notes(config, pictures))
+    return Prepared(config, pictures, (*choices, *of_head, *chosen), notes(config, pictures))
+
+
+def fill_for_head(config: RunConfig) -> tuple[RunConfig, tuple[Choice, ...]]:
+    """What a linear head on frozen features wants, where it is left open: a small clip norm, momentum, a large rate."""
+    if config.transfer is None or config.transfer.trained != "head":
+        return config, ()
+    choices: list[Choice] = []
+    update: dict[str, object] = {}
+    if config.privacy.clip_norm is None and config.privacy.enabled:
+        update["privacy"] = config.privacy.model_copy(update={"clip_norm": HEAD_CLIP_NORM})
+        choices.append(Choice("clip_norm", f"{HEAD_CLIP_NORM:g}", "small, with a large rate, for a head alone"))
+    if config.optimizer is None:
+        rate = HEAD_RATE if config.privacy.enabled else HEAD_RATE * HEAD_CLIP_NORM
+        update["optimizer"] = OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.9)
+        choices.append(Choice("optimizer", f"sgd, learning rate {rate:g}, momentum 0.9", "for a head alone"))
+    return config.model_copy(update=update), tuple(choices)
+
+
+def require_both_phases(config: RunConfig) -> None:
+    """Steps for the head alone must leave steps for all."""
+    head_steps = None if config.transfer is None else config.transfer.head_steps
+    steps = required(config.privacy.steps, "steps")
+    if head_steps is not None and not head_steps < steps:
+        raise ArgumentError(f"head_steps must be below steps={steps}, got {head_steps}. Lower it.")
 
 
 def notes(config: RunConfig, pictures: Pictures) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from dpvision.ledger import read_ledger
 from dpvision.runfolder import sha256_hex, weights_bytes
 from dpvision.training.declare import not_covered
 from dpvision.training.loop import Outcome
+from dpvision.training.origin import transfer_stamps
 from dpvision.training.session import Session
 
 
@@ -65,7 +66,7 @@ def write_release(session: Session, *, outcome: Outcome) -> RunResult:
             data=public_description(session),
             software=software(),
         ),
-        disclosures=Disclosures(not_covered=not_covered(session.pictures)),
+        disclosures=Disclosures(not_covered=not_covered(session.pictures), stamps=transfer_stamps(session.config)),
     )
     metrics = metrics_of(session)
     session.folder.write_release(weights=weights, certificate=certificate, metrics=metrics, config=config)

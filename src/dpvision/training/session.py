@@ -15,7 +15,7 @@ from dpvision import models
 from dpvision.accounting import EpsilonMeter
 from dpvision.checks import ArgumentError, DPVisionError
 from dpvision.config import RunConfig, required
-from dpvision.data import Normalisation, PoissonDraws
+from dpvision.data import FeatureDraws, Normalisation, PoissonDraws, ViewSettings
 from dpvision.evaluate import Metrics
 from dpvision.flow import Microbatch
 from dpvision.grads import Finding, plan_for, require_private_ready
@@ -25,9 +25,13 @@ from dpvision.ledger import Ledger
 from dpvision.optim import Optimizer
 from dpvision.runfolder import RunFolder
 from dpvision.training.budget import Budget
+from dpvision.training.features import RunFeatures
+from dpvision.training.origin import put_weights
+from dpvision.training.phases import Phase, features_of, phase_at, phases_of, set_trained
 from dpvision.training.prepare import Pictures, extra_charges
 
 PREFLIGHT_ROWS = 4
+FROZEN, MOST_FROZEN = "frozen", 3
 
 
 def classification_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -60,8 +64,11 @@ class Session:
     keys: Keys
     fork: int
     model: nn.Module
+    phases: tuple[Phase, ...]
+    phase: Phase
+    features: RunFeatures | None
     optimizer: Optimizer
-    draws: PoissonDraws
+    picture_draws: PoissonDraws
     budget: Budget | None
     meter: EpsilonMeter | None
     device: str
@@ -69,6 +76,27 @@ class Session:
     seconds: float = 0.0
     curve: list[dict[str, Any]] = field(default_factory=list)
     final: Metrics | None = None
+    draws: PoissonDraws | FeatureDraws = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.draws = self._draws()
+
+    def _draws(self) -> PoissonDraws | FeatureDraws:
+        """The draws of the phase: of features, if it trains on them."""
+        if self.phase.front is None or self.features is None:
+            return self.picture_draws
+        return FeatureDraws(self.picture_draws, self.features.train, self.pictures.train.labels, self.device)
+
+    def enter_phase(self) -> None:
+        """Begin the phase that the next step belongs to, with an optimizer of its own."""
+        phase = phase_at(self.phases, self.step)
+        if phase is self.phase:
+            return
+        self.optimizer.check_untouched()  # the next one takes what it finds for granted
+        set_trained(self.model, phase)
+        self.phase, self.features = phase, None
+        self.draws = self._draws()
+        self.optimizer = make_optimizer(self.model, self.config, first_step=phase.first_step)
 
     @property
     def total_steps(self) -> int:
@@ -89,11 +117,29 @@ class Session:
         self.folder.save_checkpoint(self.step, stored, {**progress, "ledger": self.ledger.mark})
 
 
+@final
+@dataclass(frozen=True)
+class Learner:
+    """A model, what of it learns when, and what its frozen part has made of the pictures."""
+
+    model: nn.Module
+    phases: tuple[Phase, ...]
+    features: RunFeatures | None = None
+
+
 def assemble(
-    config: RunConfig, pictures: Pictures, *, place: Place, model: nn.Module, normalisation: Normalisation
+    config: RunConfig,
+    pictures: Pictures,
+    *,
+    place: Place,
+    learner: Learner,
+    normalisation: Normalisation,
+    taken: int = 0,
 ) -> Session:
-    """Join the parts of a run."""
+    """Join the parts of a run of which ``taken`` steps are taken; the optimizer is that of the last of them."""
     private = config.privacy.enabled
+    phase = phase_at(learner.phases, max(0, taken - 1))
+    set_trained(learner.model, phase)
     return Session(
         config=config,
         pictures=pictures,
@@ -103,22 +149,19 @@ def assemble(
         keys=place.keys,
         fork=place.fork,
         device=place.device,
-        model=model,
-        optimizer=Optimizer(
-            model,
-            settings=required(config.optimizer, "optimizer"),
-            schedule=config.schedule,
-            averaging=config.averaging,
-            total_steps=config.plan.steps,
-            private=private,
-        ),
-        draws=PoissonDraws(
+        model=learner.model,
+        phases=learner.phases,
+        phase=phase,
+        features=learner.features,
+        optimizer=make_optimizer(learner.model, config, first_step=phase.first_step),
+        picture_draws=PoissonDraws(
             mechanism=config.plan,
             store=pictures.train,
             normalisation=normalisation,
             keys=place.keys,
             rows_per_unit=config.data.rows_per_unit,
             device=place.device,
+            views=view_settings(config),
         ),
         budget=Budget(config.mechanism, place.ledger) if private else None,
         meter=EpsilonMeter(config.mechanism, delta=required(config.privacy.delta, "delta"), extra=extra_charges(config))
@@ -127,9 +170,25 @@ def assemble(
     )
 
 
-def make_model(config: RunConfig, pictures: Pictures, device: str) -> nn.Module:
-    """The configured model in training mode, with weights that are the same for everybody."""
-    return _created(config, pictures, seed=0).to(device).train()
+def make_optimizer(model: nn.Module, config: RunConfig, *, first_step: int) -> Optimizer:
+    """The configured optimizer for what requires gradients now."""
+    return Optimizer(
+        model,
+        settings=required(config.optimizer, "optimizer"),
+        schedule=config.schedule,
+        averaging=config.averaging,
+        total_steps=config.plan.steps,
+        private=config.privacy.enabled,
+        first_step=first_step,
+    )
+
+
+def make_learner(config: RunConfig, pictures: Pictures, device: str) -> Learner:
+    """The configured model in training mode, with weights that are the same for everybody, and its phases."""
+    model = _created(config, pictures, seed=0).to(device).train()
+    with fitting_shape(pictures.train.image_shape):
+        example, _ = made_up_rows(pictures.train.image_shape, pictures.train.num_classes, device)
+        return Learner(model, phases_of(model, config, example))
 
 
 def _created(config: RunConfig, pictures: Pictures, *, seed: int) -> nn.Module:
@@ -143,22 +202,33 @@ def _created(config: RunConfig, pictures: Pictures, *, seed: int) -> nn.Module:
     )
 
 
-def settle_plan(model: nn.Module, config: RunConfig, pictures: Pictures, device: str) -> None:
-    """Let the engine decide how it computes this model's gradients while its weights are everybody's.
+def settle_plans(learner: Learner, config: RunConfig, pictures: Pictures, device: str) -> None:
+    """Let the engine decide how it computes the model's gradients, phase by phase, while its weights are everybody's.
 
     What it decides changes the last bits of a sum. Decided anew at a checkpoint's weights, it could differ, and a
     repeated step would give another sum under the same noise.
     """
     inputs, targets = made_up_rows(pictures.train.image_shape, pictures.train.num_classes, device)
-    rows = config.data.rows_per_unit
+    rows = config.data.rows_per_unit * view_settings(config).count
     unit = torch.full((1, rows), 1 / rows, dtype=torch.float64, device=device)
-    like = Microbatch(inputs[:1].repeat(rows, 1, 1, 1), targets[:1].repeat(rows), unit)
-    plan_for(model, classification_loss, like, config.performance)
+    for phase in learner.phases:
+        set_trained(learner.model, phase)
+        seen = inputs if phase.front is None else features_of(phase.front, inputs)
+        like = Microbatch(seen[:1].repeat_interleave(rows, 0), targets[:1].repeat(rows), unit)
+        plan_for(phase.network, classification_loss, like, config.performance)
+    set_trained(learner.model, learner.phases[0])
+
+
+def view_settings(config: RunConfig) -> ViewSettings:
+    """How the views of a run are made."""
+    return ViewSettings(**config.views.model_dump())
 
 
 def draw_weights(model: nn.Module, config: RunConfig, pictures: Pictures, keys: Keys) -> None:
-    """Put the run's own first weights into the model."""
-    model.load_state_dict(_created(config, pictures, seed=keys.seed("init")).state_dict())
+    """Put the run's own first weights into the model: drawn, and taken from elsewhere if configured so."""
+    drawn = _created(config, pictures, seed=keys.seed("init"))
+    put_weights(drawn, config, build=lambda: _created(config, pictures, seed=0), seed=keys.seed("init", "mean_var"))
+    model.load_state_dict(drawn.state_dict())
 
 
 def made_up_rows(image_shape: tuple[int, int, int], num_classes: int, device: str) -> tuple[Tensor, Tensor]:
@@ -172,7 +242,14 @@ def preflight(model: nn.Module, pictures: Pictures, device: str) -> list[Finding
     """Try the model on made-up pictures: units must not mix, and every gradient must be right. Returns notes."""
     inputs, targets = made_up_rows(pictures.train.image_shape, pictures.train.num_classes, device)
     with fitting_shape(pictures.train.image_shape):
-        return require_private_ready(model, classification_loss, inputs, targets)
+        findings = require_private_ready(model, classification_loss, inputs, targets)
+    frozen = [finding for finding in findings if finding.problem.startswith(FROZEN)]
+    if len(frozen) <= MOST_FROZEN:
+        return findings
+    # A frozen backbone would be a hundred lines.
+    problem = f"{len(frozen)} layers are {FROZEN}, stay as they are"
+    whole = Finding(module="the model", problem=problem, remedy=frozen[0].remedy, fatal=False)
+    return [whole, *(finding for finding in findings if finding not in frozen)]
 
 
 def inspect_model(model: nn.Module, *, image_shape: tuple[int, int, int], num_classes: int) -> list[Finding]:

@@ -17,6 +17,8 @@ from dpvision.noise import standard_normals
 from dpvision.runfolder import Checkpoint, RunFolder, StoredKey
 from dpvision.training.binding import Binding, bound_keys, current_binding, differences
 from dpvision.training.declare import declarations
+from dpvision.training.features import RunFeatures, Say, run_features
+from dpvision.training.phases import phase_at, set_trained
 from dpvision.training.prepare import (
     Pictures,
     Prepared,
@@ -25,10 +27,17 @@ from dpvision.training.prepare import (
     load_pictures,
     prepare,
 )
-from dpvision.training.session import Place, Session, assemble, draw_weights, make_model, preflight, settle_plan
+from dpvision.training.session import Place, Session, assemble, draw_weights, make_learner, preflight, settle_plans
 
 
-def begin(config: RunConfig, path: Path, *, seed: int | None, device: str) -> tuple[Session, Prepared]:
+def silently(text: str) -> None:
+    """Nobody listens."""
+    del text
+
+
+def begin(
+    config: RunConfig, path: Path, *, seed: int | None, device: str, say: Say = silently
+) -> tuple[Session, Prepared]:
     """A new run. Nothing is written before the data, the plan and the model have been found good."""
     keys = Keys.from_os_entropy() if seed is None else Keys.from_seed(seed)
     run_id = keys.derive("run")[:8].hex()
@@ -36,12 +45,13 @@ def begin(config: RunConfig, path: Path, *, seed: int | None, device: str) -> tu
     config, pictures = prepared.config, prepared.pictures
     binding = binding_of(config, pictures, run_id=run_id, device=device)
     bound = bound_keys(keys, binding, fork=0)
-    model = make_model(config, pictures, device)
+    learner = make_learner(config, pictures, device)
     if config.privacy.enabled:
-        findings = preflight(model, pictures, device)
+        set_trained(learner.model, learner.phases[-1])  # who learns at all, learns in the last phase
+        findings = preflight(learner.model, pictures, device)
         prepared = replace(prepared, notes=(*prepared.notes, *map(str, findings)))
-        settle_plan(model, config, pictures, device)
-    draw_weights(model, config, pictures, bound)
+        settle_plans(learner, config, pictures, device)
+    draw_weights(learner.model, config, pictures, bound)
     folder = RunFolder.create(path)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
     ledger = Ledger.create(folder.ledger_path, ledger_header(config, run_id, hand_seeded=keys.hand_seeded))
@@ -51,16 +61,18 @@ def begin(config: RunConfig, path: Path, *, seed: int | None, device: str) -> tu
     config = config.with_normalisation(normalisation.mean, normalisation.std)
     folder.write_whole_config(config.to_json())
     folder.write_config(config.public().to_json())
-    # From here on the key is bound to the constants for the pixels too: they were not known before.
-    binding = binding_of(config, pictures, run_id=run_id, device=device)
+    features = run_features(learner.phases[0], config, pictures, normalisation=normalisation, device=device, say=say)
+    # From here on the key is bound to the constants for the pixels and to the features too: neither was known before.
+    binding = with_features(binding_of(config, pictures, run_id=run_id, device=device), features)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
     place = Place(folder, ledger, bound_keys(keys, binding, fork=0), 0, device)
-    session = assemble(config, pictures, place=place, model=model, normalisation=normalisation)
+    learner = replace(learner, features=features)
+    session = assemble(config, pictures, place=place, learner=learner, normalisation=normalisation)
     session.save_checkpoint()
     return session, prepared
 
 
-def come_back(path: Path, *, allow_fork: bool, device: str) -> tuple[Session, list[str]]:
+def come_back(path: Path, *, allow_fork: bool, device: str, say: Say = silently) -> tuple[Session, list[str]]:
     """The run in ``path`` as its newest whole checkpoint left it, and what the user should know about that."""
     folder = RunFolder.open(path)
     folder.lock()
@@ -75,6 +87,15 @@ def come_back(path: Path, *, allow_fork: bool, device: str) -> tuple[Session, li
     ledger = folder.open_ledger()
     require_same_plan(config, ledger, stored)
     binding = binding_of(config, pictures, run_id=stored.run_id, device=device)
+    require_permission(differences(stored.bindings[-1], binding), allow_fork=allow_fork)
+    learner = make_learner(config, pictures, device)
+    if config.privacy.enabled:
+        settle_plans(learner, config, pictures, device)
+    load_model(learner.model, checkpoint)
+    normalisation = normalisation_of(config)
+    phase = phase_at(learner.phases, max(0, checkpoint.step - 1))
+    features = run_features(phase, config, pictures, normalisation=normalisation, device=device, say=say)
+    binding = with_features(binding, features)
     notes = list(checkpoint.warnings)
     changed = differences(stored.bindings[-1], binding)
     if went_back_before_fork(folder, checkpoint):
@@ -85,18 +106,15 @@ def come_back(path: Path, *, allow_fork: bool, device: str) -> tuple[Session, li
         changed = [*changed, "compiled kernels"]  # what the compiler makes depends on the shapes it saw before
     bindings = stored.bindings
     if changed:
-        require_permission(changed, allow_fork=allow_fork)
         bindings = (*bindings, binding)
         folder.save_key(stored.keys, run_id=stored.run_id, bindings=bindings)
         notes.append(f"{', '.join(changed)} changed: the run forks, with other noise, and repeated steps are charged.")
     fork = note_forks(ledger, bindings, checkpoint)
     place = Place(folder, ledger, bound_keys(stored.keys, bindings[-1], fork), fork, device)
-    model = make_model(config, pictures, device)
-    if config.privacy.enabled:
-        settle_plan(model, config, pictures, device)
-    normalisation = normalisation_of(config)
-    load_model(model, checkpoint)
-    session = assemble(config, pictures, place=place, model=model, normalisation=normalisation)
+    learner = replace(learner, features=features)
+    session = assemble(
+        config, pictures, place=place, learner=learner, normalisation=normalisation, taken=checkpoint.step
+    )
     restore(session, checkpoint)
     return session, notes
 
@@ -118,6 +136,11 @@ def binding_of(config: RunConfig, pictures: Pictures, *, run_id: str, device: st
     )
 
 
+def with_features(binding: Binding, features: RunFeatures | None) -> Binding:
+    """The same facts and the very bits of the features, which a step's sum is made of."""
+    return binding if features is None else {**binding, "features": features.train.digest}
+
+
 def ledger_header(config: RunConfig, run_id: str, *, hand_seeded: bool) -> dict[str, Any]:
     """The public facts under which everything is charged: the whole plan, so that no later file can change it."""
     privacy = config.privacy
@@ -129,6 +152,8 @@ def ledger_header(config: RunConfig, run_id: str, *, hand_seeded: bool) -> dict[
         "delta": privacy.delta if privacy.enabled else None,
         "expected_batch_size": config.plan.expected_batch_size,
         "clip_norm": privacy.clip_norm if privacy.enabled else None,
+        "clipping": privacy.clipping if privacy.enabled else None,
+        "unit_norm": privacy.unit_norm if privacy.enabled else None,
         "noise_multiplier": privacy.noise_multiplier if privacy.enabled else None,
         "steps": config.plan.steps,
         "target_epsilon": privacy.target_epsilon,

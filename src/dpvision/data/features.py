@@ -1,0 +1,214 @@
+"""What a frozen front makes of every picture, computed once and kept: training then sees features, not pictures.
+
+Shapes: N rows of the store, W ways of looking at a picture (as it is; mirrored too), F the feature's own dimensions,
+D drawn units, U units of a micro-batch, R rows per unit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dpvision.checks import Problems
+from dpvision.data.draws import NO_ROW, PoissonDraws, row_weights
+from dpvision.data.normalisation import Normalisation
+from dpvision.data.options import Progress
+from dpvision.files import disk_errors, sync_folder
+from dpvision.flow import Microbatch, Sampling
+
+BATCH = 16
+"""Rows at a time, always: the last batch is filled up, so that no row's bits depend on how many rows there are."""
+
+_LARGEST_HALF = float(torch.finfo(torch.float16).max)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Features:
+    """One row of features per picture and way of looking at it, (N, W, F). As sensitive as the pictures.
+
+    Guarantee: a row is a function of its own picture and of public numbers alone.
+    """
+
+    values_NWF: Tensor
+
+    def __repr__(self) -> str:
+        return "Features(sensitive)"
+
+    @property
+    def ways(self) -> int:
+        """How many rows of features a picture has."""
+        return self.values_NWF.shape[1]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of shape, type and bits: a run's keys are bound to it."""
+        return _digest(self.values_NWF.numpy())
+
+
+def extract(
+    front: Callable[[Tensor], Tensor],
+    images: Tensor,
+    normalisation: Normalisation,
+    *,
+    mirrored: bool,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Features:
+    """The features of every uint8 picture, of its mirror image too if asked for. ``front`` is in evaluation mode."""
+    blank = images.new_zeros((BATCH, *images.shape[1:]))
+    with torch.no_grad():
+        shape_WF = _look(front, blank, normalisation, mirrored=mirrored, device=device).shape[1:]
+        values_NWF = torch.empty((len(images), *shape_WF), dtype=dtype)
+        for start in range(0, len(images), BATCH):
+            part = images[start : start + BATCH]
+            filled = torch.cat([part, blank[len(part) :]])
+            found = _look(front, filled, normalisation, mirrored=mirrored, device=device)[: len(part)]
+            if dtype == torch.float16:
+                found = found.clamp(-_LARGEST_HALF, _LARGEST_HALF)
+            values_NWF[start : start + len(part)] = found
+            if progress is not None:
+                progress("features", start + len(part), len(images))
+    return Features(values_NWF)
+
+
+def _look(
+    front: Callable[[Tensor], Tensor],
+    images: Tensor,
+    normalisation: Normalisation,
+    *,
+    mirrored: bool,
+    device: torch.device | str,
+) -> Tensor:
+    ways = [images, images.flip(-1)] if mirrored else [images]
+    return torch.stack([front(normalisation.apply(way.to(device))).cpu() for way in ways], dim=1)
+
+
+@final
+class FeatureDraws:
+    """The draws of a run, over features.
+
+    Guarantee: the same units join, with the same rows, as in ``draws``; each row gives all its ways, in equal shares.
+    """
+
+    def __init__(self, draws: PoissonDraws, features: Features, labels: Tensor, device: torch.device | str) -> None:
+        self._draws = draws
+        self._rows = _Rows(features.values_NWF.flatten(0, 1).to(device), labels.to(device), features.ways)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How every batch is drawn."""
+        return self._draws.sampling
+
+    def batch(self, step: int) -> FeatureBatch:
+        """The draw of ``step``: the same whenever it is asked for."""
+        return FeatureBatch(self._draws.sampling, self._rows, self._draws.rows(step))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FeatureBatch:
+    """One draw, whole: it can be cut into micro-batches of any size, any number of times. Sensitive."""
+
+    sampling: Sampling
+    _rows: _Rows
+    _rows_DR: NDArray[np.int64]
+
+    def __repr__(self) -> str:
+        return f"FeatureBatch({self.sampling}, sensitive)"
+
+    def microbatches(self, units: int) -> Iterator[Microbatch]:
+        """The draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""
+        problems = Problems()
+        problems.count("units", units)
+        problems.raise_if_any()
+        for start in range(0, len(self._rows_DR), units):
+            rows_UR = self._rows_DR[start : start + units]
+            missing = units - len(rows_UR)
+            yield self._rows.gather(np.pad(rows_UR, ((0, missing), (0, 0)), constant_values=NO_ROW))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Features on their device, the ways of one picture neighbours."""
+
+    values: Tensor
+    labels: Tensor
+    ways: int
+
+    def gather(self, rows_UR: NDArray[np.int64]) -> Microbatch:
+        pictures = np.repeat(rows_UR.reshape(-1), self.ways)
+        way = np.tile(np.arange(self.ways), rows_UR.size)
+        device = self.values.device
+        of_picture = torch.from_numpy(np.maximum(pictures, 0)).to(device)
+        of_row = of_picture * self.ways + torch.from_numpy(way).to(device)
+        inputs = self.values.index_select(0, of_row).to(torch.float32)
+        targets = self.labels.index_select(0, of_picture)
+        absent = np.flatnonzero(pictures == NO_ROW)
+        if len(absent):
+            # Zeros, so that a padding row can't carry anybody's features or label anywhere, nor be infinite.
+            where = torch.from_numpy(absent).to(device)
+            inputs, targets = inputs.index_fill_(0, where, 0.0), targets.index_fill_(0, where, 0)
+        return Microbatch(inputs, targets, torch.from_numpy(row_weights(rows_UR, self.ways)).to(device))
+
+
+def kept_features(folder: Path, key: str, compute: Callable[[], Features]) -> Features:
+    """The features of that key from the disk, or computed and kept there, readable by their owner only.
+
+    A file's name carries the hash of its content: a damaged one is computed anew.
+    """
+    for path in sorted(folder.glob(f"{key}-*.npy")):
+        found = _read(path)
+        if found is not None and path.name == f"{key}-{found.digest}.npy":
+            return found
+        path.unlink(missing_ok=True)
+    features = compute()
+    _write(folder, f"{key}-{features.digest}.npy", features)
+    return features
+
+
+def _read(path: Path) -> Features | None:
+    """The features of a file, or None if it holds something else."""
+    try:
+        with disk_errors(f"read {path}"):
+            values = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError):
+        return None
+    if not isinstance(values, np.ndarray) or values.ndim < 2 or values.dtype not in (np.float16, np.float32):
+        return None
+    return Features(torch.from_numpy(values))
+
+
+def _write(folder: Path, name: str, features: Features) -> None:
+    with disk_errors(f"keep features in {folder}"):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".features.", suffix=".tmp")  # mode 0600
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                np.save(file, features.values_NWF.numpy(), allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, folder / name)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        sync_folder(folder)
+
+
+def _digest(values: NDArray[np.generic]) -> str:
+    digest = hashlib.sha256(f"dpvision features/1 {values.shape} {values.dtype} ".encode())
+    digest.update(np.ascontiguousarray(values).data)
+    return digest.hexdigest()
