@@ -20,7 +20,7 @@ from dpvision.verify import verify
 from tiny_runs import made_up_pictures, tiny_config, write_pictures
 
 COMMANDS = ("train", "resume", "plan", "epsilon", "calibrate", "evaluate", "predict", "verify", "report", "check")
-COMMANDS += ("models", "recipes", "bench")
+COMMANDS += ("models", "recipes", "reproduce", "bench")
 
 
 def dpvision(*arguments: str | Path) -> Result:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tools.mutations.accounting import ACCOUNTING
+from tools.mutations.clipping import CLIPPING
 from tools.mutations.fast import FAST
 from tools.mutations.gradients import GRADIENTS
 from tools.mutations.mutation import Mutation
@@ -10,6 +11,8 @@ from tools.mutations.native import NATIVE
 from tools.mutations.records import LEDGER
 from tools.mutations.step import DATA, NOISE, OPTIMIZERS
 from tools.mutations.training import TRAINING
+from tools.mutations.transfer import TRANSFER
+from tools.mutations.views import VIEWS
 
 __all__ = ["MUTATIONS", "Mutation"]
 
@@ -19,8 +22,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     *DATA,
     *ACCOUNTING,
     *GRADIENTS,
+    *CLIPPING,
     *FAST,
     *NATIVE,
     *LEDGER,
     *TRAINING,
+    *TRANSFER,
+    *VIEWS,
 )

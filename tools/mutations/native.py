@@ -49,4 +49,21 @@ NATIVE = (
         ("dead rows are added", "if (factor_N[n] != 0) rows", "rows"),
         ("the head is not clipped", "float(factor_N[rows[r]] * g_NO", "float(g_NO"),
     ),
+    *mutations(
+        "test_native_windows",
+        "native/kernels/windows.cpp",
+        ("squares of the last block only", "squares += multiply(", "squares = multiply("),
+        ("a stale rim behind each window", "std::fill(matrix + depth, matrix + stride, 0.f);", "(void)depth;"),
+        ("every unit has the first one's pictures", "x + u * sizes->rows_per_unit * sizes->row_stride", "x"),
+    ),
+    *mutations(
+        "test_native_windows",
+        "grads/rules/conv.py",
+        ("tiny gradients have no norm", "self._squares_U + underflow(formed_UOD.flatten(1))", "self._squares_U"),
+    ),
+    *mutations(
+        "test_native_pool",
+        "native/kernels/pool.cpp",
+        ("a window's gradient goes to its neighbour", "== -2 * r - k", "== -r - 2 * k"),
+    ),
 )

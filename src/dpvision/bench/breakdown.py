@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final, final
 
@@ -20,14 +22,17 @@ import numpy as np
 from dpvision.bench.contender import CLIP_NORM
 from dpvision.bench.contenders_engine import Kernels, mechanism_of, optimizer_of, performance_of
 from dpvision.bench.workload import Workload
-from dpvision.data import ImageStore, PoissonDraws, fixed_normalisation, store_of_arrays
+from dpvision.data import ImageStore, PoissonDraws, ViewSettings, fixed_normalisation, store_of_arrays
 from dpvision.grads import clipped_sum_of_batch
 from dpvision.grads.engine import Rows
 from dpvision.keys import Keys
-from dpvision.mechanism import OrdinaryPlan
+from dpvision.ledger import Ledger
+from dpvision.mechanism import Mechanism, OrdinaryPlan
 from dpvision.noise import privatize
 
-PARTS: Final = ("forward", "backward", "norms", "weighted sum", "rest of the sum", "noise", "optimizer", "data")
+PARTS: Final = (
+    *("forward", "backward", "norms", "weighted sum", "rest of the sum", "noise", "optimizer", "data", "ledger"),
+)
 REST: Final = "rest of the sum"
 _ENGINE: Final = "dpvision.grads"
 _PART_OF: Final = {
@@ -49,19 +54,22 @@ def breakdown(workload: Workload, *, kernels: Kernels, repeats: int) -> dict[str
     mechanism, keys, optimizer = mechanism_of(workload), Keys.from_os_entropy(), optimizer_of(model, private=True)
     performance = performance_of(workload, kernels)
     passes: list[dict[str, float]] = []
-    for _ in range(repeats + 1):
-        watch = Watch()
-        with watch.part(REST), watch.inside():
-            clipped = clipped_sum_of_batch(
-                model, workload.row_losses, batch, clip_norm=CLIP_NORM, performance=performance
-            )
-        with watch.part("noise"):
-            private = privatize(clipped, mechanism, keys, step=optimizer.steps_taken)
-        with watch.part("optimizer"):
-            optimizer.step(private)
-        with watch.part("data"):
-            draw(workload, step=optimizer.steps_taken)
-        passes.append(watch.seconds)
+    with _ledger(mechanism) as ledger:
+        for step in range(repeats + 1):
+            watch = Watch()
+            with watch.part("data"):
+                draw(workload, step=step)
+            with watch.part(REST), watch.inside():
+                clipped = clipped_sum_of_batch(
+                    model, workload.row_losses, batch, clip_norm=CLIP_NORM, performance=performance
+                )
+            with watch.part("ledger"):
+                ledger.charge(mechanism.step_event, step=step)
+            with watch.part("noise"):
+                private = privatize(clipped, mechanism, keys, step=step)
+            with watch.part("optimizer"):
+                optimizer.step(private)
+            passes.append(watch.seconds)
     # The first pass also looks the model over.
     return {part: statistics.median(one.get(part, 0.0) for one in passes[1:]) for part in PARTS}
 
@@ -120,17 +128,29 @@ class Watch:
         self._since = now
 
 
+@contextmanager
+def _ledger(mechanism: Mechanism) -> Iterator[Ledger]:
+    """A ledger on the disk, as a run has."""
+    header = {"run_id": "benchmark", "delta": 1e-5, **mechanism.to_dict()}
+    with tempfile.TemporaryDirectory() as folder:
+        yield Ledger.create(Path(folder) / "ledger", header)
+
+
 def draw(workload: Workload, *, step: int) -> None:
-    """Draw a Poisson batch of the workload's size from 50,000 small colour pictures, as training does."""
-    for _ in _draws(min(workload.batch, _PICTURES)).batch(step).microbatches(_UNITS_AT_ONCE):
+    """Draw a Poisson batch of the workload's size from 50,000 small colour pictures, cropped and mirrored at random."""
+    for _ in _draws(min(workload.batch, _PICTURES), workload.views).batch(step).microbatches(_UNITS_AT_ONCE):
         pass
 
 
 @functools.lru_cache(maxsize=1)
-def _draws(expected_batch_size: int) -> PoissonDraws:
-    plan = OrdinaryPlan(num_units=_PICTURES, expected_batch_size=expected_batch_size, steps=1)
-    normalisation = fixed_normalisation(3)
-    return PoissonDraws(mechanism=plan, store=_store(), normalisation=normalisation, keys=Keys.from_os_entropy())
+def _draws(expected_batch_size: int, views: int) -> PoissonDraws:
+    return PoissonDraws(
+        mechanism=OrdinaryPlan(num_units=_PICTURES, expected_batch_size=expected_batch_size, steps=1),
+        store=_store(),
+        normalisation=fixed_normalisation(3),
+        keys=Keys.from_os_entropy(),
+        views=ViewSettings(count=views, crop_padding=4, flip=0.5),
+    )
 
 
 @functools.lru_cache(maxsize=1)

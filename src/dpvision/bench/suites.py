@@ -11,24 +11,30 @@ from dpvision.bench.figures import Target
 from dpvision.bench.workload import Workload
 from dpvision.checks import ArgumentError
 
-_FEW: Final = ("eager", "channels-last", "dpvision-plain", "dpvision-native", "opacus-hooks", "opacus-ghost")
-# Batches for which a step takes about a second on two cores and everybody fits into 16 GiB together.
+_FEW: Final = ("eager", "channels-last", "dpvision-native", "opacus-hooks", "opacus-ghost")
+# Batches for which everybody fits into 16 GiB together and a step takes a few seconds at most on two cores.
+_USUAL_BATCH: Final = 64
 _CATALOGUE_BATCH: Final = {
     "linear": 1024,
     "shoefit_cnn": 256,
     "doermann_cnn": 256,
     "scatter_linear": 256,
     "scatter_cnn": 256,
+    "wrn40_4": 32,
     "wrn28_10": 8,
-    "resnet34": 8,
-    "resnet50": 8,
-    "scaleresnet50": 8,
-    "densenet121": 8,
-    "efficientnet_b0": 8,
-    "nf_resnet50": 4,
+    "resnet34": 16,
+    "resnet50": 16,
+    "scaleresnet50": 16,
+    "densenet121": 16,
+    "efficientnet_b0": 16,
+    "nf_resnet50": 8,
     "nf_resnet200": 2,
     "nfnet_f0": 2,
     "nfnet_f3": 1,
+    "unet9": 16,
+    "scaleunet9": 16,
+    "linknet9": 16,
+    "scalelinknet9": 16,
 }
 _CATALOGUE_SIZE: Final = {"segmentation": 128}
 _SCALED_BATCHES: Final = (256, 1024, 4096, 16_384)
@@ -90,7 +96,7 @@ def _catalogue() -> tuple[Item, ...]:
             suite="catalogue",
             workload=Workload.of(
                 entry.name,
-                batch=_CATALOGUE_BATCH.get(entry.name, 32),
+                batch=_CATALOGUE_BATCH.get(entry.name, _USUAL_BATCH),
                 image_size=_CATALOGUE_SIZE.get(entry.family),
             ),
             contenders=_FEW,

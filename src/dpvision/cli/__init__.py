@@ -10,6 +10,7 @@ from dpvision.cli.check import check
 from dpvision.cli.lists import models, recipes
 from dpvision.cli.output import printable
 from dpvision.cli.report import report
+from dpvision.cli.reproduce import reproduce
 from dpvision.cli.train import INTERRUPTED, resume, train
 from dpvision.cli.use import evaluate, predict
 from dpvision.cli.verify import verify
@@ -35,6 +36,7 @@ for _command in (
     check,
     models,
     recipes,
+    reproduce,
     bench,
 ):
     app.command(_command.__name__)(_command)

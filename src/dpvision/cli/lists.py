@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dpvision.cli.output import print_json, user_errors
+
+if TYPE_CHECKING:
+    from dpvision.recipes import Recipe
 
 _UNBROKEN = 1_000
 Json = Annotated[bool, typer.Option("--json", help="Print as JSON on stdout.")]
@@ -32,25 +36,35 @@ def models(json: Json = False) -> None:
         _table(("name", "parameters", "paper", "purpose"), entries)
 
 
-def recipes(json: Json = False) -> None:
-    """List the recipes: name, what it trains, the paper's figure, ours.
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="A recipe's name: all that is known of it.")] = None,
+    json: Json = False,
+) -> None:
+    """List the recipes paper by paper: name, the paper's figure, ours. With NAME: its command, figures, differences.
 
-    Example: dpvision recipes
+    Example: dpvision recipes cifar10-scaleresnet9-eps3
     """
     with user_errors():
-        from dpvision.recipes import all_recipes
+        from dpvision.recipes import all_recipes, find_recipe
 
-        entries = [
-            {"name": r.name, "summary": r.summary, "paper": r.paper, "ours": r.ours, "config": r.config.model_dump()}
-            for r in all_recipes()
-        ]
+        found = all_recipes() if name is None else (find_recipe(name),)
         if json:
-            print_json({"recipes": entries})
-            return
-        _table(("name", "summary", "paper", "ours"), entries)
+            print_json({"recipes": [recipe.to_dict() for recipe in found]})
+        elif name is not None:
+            for line in found[0].lines():
+                typer.echo(line)
+        else:
+            _print_by_paper(found)
 
 
-def _table(columns: tuple[str, ...], rows: list[dict[str, object]]) -> None:
+def _print_by_paper(found: tuple[Recipe, ...]) -> None:
+    for source in dict.fromkeys(recipe.source for recipe in found):
+        typer.echo(f"{source}:")
+        rows = [{"name": f"  {r.name}", "paper": r.paper, "ours": r.ours} for r in found if r.source == source]
+        _table(("name", "paper", "ours"), rows, header=False)
+
+
+def _table(columns: tuple[str, ...], rows: Sequence[Mapping[str, object]], *, header: bool = True) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -58,7 +72,7 @@ def _table(columns: tuple[str, ...], rows: list[dict[str, object]]) -> None:
     if not console.is_terminal:
         # A row a line, however long, for grep and for files.
         console.width = _UNBROKEN
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, show_header=header)
     for column in columns:
         figures = all(isinstance(row[column], int) for row in rows)
         table.add_column(column, justify="right" if figures else "left", overflow="fold")

@@ -18,9 +18,10 @@ def build_config(
     given: Mapping[str, Any],
     model: str | None,
     options: Mapping[str, Any],
+    scale: str = "paper",
 ) -> RunConfig:
-    """A recipe or a file as the base, flags on top."""
-    values = _base(recipe, file)
+    """A recipe (at that scale) or a file as the base, flags on top."""
+    values = _base(recipe, file, scale)
     for section, entries in given.items():
         if isinstance(entries, Mapping):
             chosen = {name: value for name, value in entries.items() if value is not None}
@@ -42,13 +43,27 @@ def build_config(
     return parse_config(values)
 
 
-def _base(recipe: str | None, file: Path | None) -> dict[str, Any]:
+def settle(config: RunConfig, *, recipe: str | None, output: Path | None, quick: bool) -> tuple[RunConfig, Path]:
+    """The configuration with its data in place (for ``quick``: made up, beside the run), and the run's folder."""
+    folder = output or free_folder(Path("runs"), f"{config.name}-quick" if quick else config.name)
+    if recipe is None and not quick:
+        return config, folder
+    if recipe is None:
+        raise ArgumentError("--quick needs --recipe: it tries a recipe out on made-up pictures.")
+    from dpvision.recipes import place_data, quick_config
+
+    return quick_config(config, folder.parent / "made-up") if quick else place_data(config), folder
+
+
+def _base(recipe: str | None, file: Path | None, scale: str) -> dict[str, Any]:
     if recipe is not None and file is not None:
         raise ArgumentError("give --recipe or --config, not both.")
+    if scale != "paper" and recipe is None:
+        raise ArgumentError("--scale needs --recipe: it chooses a version of a recipe.")
     if recipe is not None:
         from dpvision.recipes import find_recipe
 
-        return find_recipe(recipe).config.model_dump(mode="json")
+        return find_recipe(recipe).at(scale).model_dump(mode="json")
     if file is None:
         return {}
     try:

@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
+import difflib
+from functools import cache
+
 from dpvision.checks import ArgumentError
+from dpvision.recipes.datasets import place_data
 from dpvision.recipes.demo import demo
-from dpvision.recipes.recipe import Recipe
-from dpvision.recipes.shoefit import fashion_shoefit_tanh, mnist_shoefit
+from dpvision.recipes.features import feature_recipes
+from dpvision.recipes.quick import MEANS_NOTHING, quick_config
+from dpvision.recipes.recipe import NOT_RUN, SCALES, Recipe
+from dpvision.recipes.scale import scale_recipes
+from dpvision.recipes.scalenorm import scalenorm_recipes
+from dpvision.recipes.shoefit import shoefit_recipes
+from dpvision.recipes.shoefit_cifar import shoefit_cifar_recipes
+from dpvision.recipes.small_cnns import small_cnn_recipes
+from dpvision.recipes.smoothnet import smoothnet_recipes
 
-__all__ = ["Recipe", "all_recipes", "find_recipe"]
+__all__ = [
+    "MEANS_NOTHING",
+    "NOT_RUN",
+    "SCALES",
+    "Recipe",
+    "all_recipes",
+    "find_recipe",
+    "place_data",
+    "quick_config",
+]
 
 
+@cache
 def all_recipes() -> tuple[Recipe, ...]:
-    """Every recipe, in the order of the list that ``dpvision recipes`` prints."""
-    return (demo(), mnist_shoefit("tanh"), mnist_shoefit("relu"), fashion_shoefit_tanh())
+    """Every recipe, paper by paper."""
+    return (
+        demo(),
+        *shoefit_recipes(),
+        *shoefit_cifar_recipes(),
+        *scalenorm_recipes(),
+        *smoothnet_recipes(),
+        *scale_recipes(),
+        *feature_recipes(),
+        *small_cnn_recipes(),
+    )
 
 
 def find_recipe(name: str) -> Recipe:
     """The recipe of that name."""
     recipes = {recipe.name: recipe for recipe in all_recipes()}
     if name not in recipes:
-        raise ArgumentError(f"recipe must be one of {', '.join(recipes)}, got {name!r}.")
+        close = difflib.get_close_matches(name, recipes, n=3, cutoff=0.4)
+        hint = f"Did you mean {' or '.join(close)}?" if close else "`dpvision recipes` lists them."
+        raise ArgumentError(f"recipe must be the name of a recipe, got {name!r}. {hint}")
     return recipes[name]

@@ -14,6 +14,7 @@ from dpvision.report.markup import Markup, element, join
 _MECHANISM_NAMES = {
     "clip_norm": "Clip norm",
     "noise_multiplier": "Noise multiplier",
+    "clipping": "Clipping",
 }
 _ADJACENCY_NAMES = {
     "add_remove": "one unit added or removed",
@@ -335,12 +336,13 @@ def _total(certificate: Certificate) -> Markup | None:
 def _mechanism_rows(certificate: Certificate, values: dict[str, object]) -> list[tuple[str, str]]:
     rest = {key: value for key, value in values.items() if key not in ("privacy_unit", "adjacency")}
     units, batch, planned = (rest.pop(key, None) for key in ("num_units", "expected_batch_size", "steps"))
+    divisor = f"{words.number(batch)}{' × the clip norm' if rest.pop('unit_norm', False) else ''}"
     rows = [
         ("Unit", f"{certificate.privacy_unit}, {words.number(units)} in all"),
         ("Neighbours", _ADJACENCY_NAMES[certificate.adjacency]),
         ("Steps", f"{certificate.steps_taken:,} taken of {words.number(planned)} planned"),
         ("Draw", f"each unit by its own coin (Poisson), {words.number(batch)} expected per step"),
-        ("Divisor", f"{words.number(batch)}, a public constant"),
+        ("Divisor", f"{divisor}, a public constant"),
     ]
     return rows + [(_MECHANISM_NAMES.get(name, name), text) for name, text in flat(rest)]
 

@@ -1,0 +1,204 @@
+"""What the finished runs of a table show: statistics over repeats, and what the repeats cost together."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, final
+
+from dpvision.accounting import guarantee
+from dpvision.checks import DPVisionError, TamperError
+from dpvision.config import RunConfig, parse_config
+from dpvision.mechanism import Adjacency, Event
+from dpvision.reproduce.table import Row
+from dpvision.runfolder import CERTIFICATE, METRICS, RunFolder, parse_object, read_file
+from dpvision.verify import verify
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """One finished run, read from its release. ``accuracy`` is in percent."""
+
+    repeat: int
+    run: str
+    accuracy: float
+    top5: float | None
+    certificate: dict[str, Any]
+
+    @property
+    def epsilon(self) -> float | None:
+        """What this run alone guarantees; None without privacy."""
+        return self.certificate["epsilon"]
+
+    @property
+    def charges(self) -> list[tuple[Event, int]]:
+        """What it spent."""
+        return [
+            (Event(sample_rate=each["sample_rate"], noise_multiplier=each["noise_multiplier"]), each["count"])
+            for each in self.certificate["charged"]
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "repeat": self.repeat,
+            "run": self.run,
+            "accuracy": self.accuracy,
+            "top5": self.top5,
+            "epsilon": self.epsilon,
+            "delta": self.certificate["delta"],
+            "steps": self.certificate["steps_taken"],
+            "for_release": self.certificate["for_release"],
+        }
+
+
+@final
+@dataclass(frozen=True)
+class Failure:
+    """A run that did not come to its end."""
+
+    repeat: int
+    reason: str
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RowResult:
+    """A row with what its runs showed."""
+
+    row: Row
+    runs: tuple[Figures, ...] = ()
+    failures: tuple[Failure, ...] = ()
+
+    @property
+    def accuracies(self) -> list[float]:
+        """In percent, in the order of the repeats."""
+        return [run.accuracy for run in self.runs]
+
+    @property
+    def median(self) -> float | None:
+        """The middle one."""
+        return statistics.median(self.accuracies) if self.runs else None
+
+    @property
+    def mean(self) -> float | None:
+        """The mean."""
+        return statistics.fmean(self.accuracies) if self.runs else None
+
+    @property
+    def std(self) -> float | None:
+        """The standard deviation of the sample; one run has none."""
+        return statistics.stdev(self.accuracies) if len(self.runs) > 1 else None
+
+    @property
+    def best(self) -> float | None:
+        """The largest: a look at the test set chose it."""
+        return max(self.accuracies, default=None)
+
+    @property
+    def epsilon(self) -> float | None:
+        """What the costliest of the runs guarantees by itself."""
+        return max((run.epsilon for run in self.runs if run.epsilon is not None), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        recipe = self.row.recipe
+        together = composed(self.runs)
+        return {
+            "row": self.row.name,
+            "label": self.row.label,
+            "command": recipe.command,
+            "paper": recipe.accuracy,
+            "paper_words": recipe.paper,
+            "epsilon": self.epsilon,
+            "n": len(self.runs),
+            "median": self.median,
+            "mean": self.mean,
+            "std": self.std,
+            "best": self.best,
+            "together": together,
+            "runs": [run.to_dict() for run in self.runs],
+            "failed": [{"repeat": failure.repeat, "reason": failure.reason} for failure in self.failures],
+        }
+
+
+def composed(runs: Iterable[Figures]) -> dict[str, Any] | None:
+    """What private runs on the same data guarantee if all of them are released; None without a private one.
+
+    Guarantee: an upper bound by PLD on the charges of all ledgers together, at the largest of their deltas.
+    """
+    private = [run for run in runs if run.epsilon is not None]
+    if not private:
+        return None
+    delta = max(run.certificate["delta"] for run in private)
+    adjacencies = {run.certificate["adjacency"] for run in private}
+    if len(adjacencies) != 1:
+        return None
+    charges = tuple(charge for run in private for charge in run.charges)
+    return {"runs": len(private), "epsilon": _epsilon(charges, delta, adjacencies.pop()), "delta": delta}
+
+
+@lru_cache(maxsize=1024)
+def _epsilon(charges: tuple[tuple[Event, int], ...], delta: float, adjacency: Adjacency) -> float:
+    """Kept, because a table is written anew after every run."""
+    return guarantee(charges, delta=delta, adjacency=adjacency).epsilon
+
+
+def released_together(runs: Sequence[Figures]) -> dict[str, Any]:
+    """The same for all runs of a table, dataset by dataset, and how many of them have no privacy at all."""
+    by_source: dict[str, list[Figures]] = {}
+    for run in runs:
+        by_source.setdefault(str(run.certificate["data"]["source"]), []).append(run)
+    found = ((source, composed(each)) for source, each in by_source.items())
+    return {
+        "together": [{"source": source, **together} for source, together in found if together is not None],
+        "without_privacy": sum(run.epsilon is None for run in runs),
+    }
+
+
+def is_begun(run: Path) -> bool:
+    """Whether there is something of a run in that folder."""
+    return run.is_dir() and any(run.iterdir())
+
+
+def is_finished(run: Path) -> bool:
+    """Whether the run in that folder was released after the last step of its plan."""
+    folder = RunFolder.open(run)
+    if not (folder.release / CERTIFICATE).exists():
+        return False
+    curve = _read(folder.release / METRICS).get("curve")
+    config: RunConfig = parse_config(folder.read_config())
+    return bool(curve) and curve[-1].get("step") == config.privacy.steps
+
+
+def read_figures(run: Path, *, repeat: int) -> Figures:
+    """The figures of a finished run. A release that does not verify is refused."""
+    found = verify(run)
+    if not found.ok:
+        raise TamperError(f"{run} is not in order: {found.problems[0]}")
+    release = RunFolder.open(run).release
+    final_metrics = _read(release / METRICS).get("final", {})
+    if not isinstance(final_metrics.get("accuracy"), float):
+        raise DPVisionError(f"{run} has no accuracy in its {METRICS}.")
+    top5 = final_metrics.get("top5")
+    return Figures(
+        repeat=repeat,
+        run=str(run),
+        accuracy=100 * final_metrics["accuracy"],
+        top5=None if top5 is None else 100 * top5,
+        certificate=_read(release / CERTIFICATE),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return parse_object(read_file(path), name=str(path))
+
+
+def json_text(values: dict[str, Any]) -> str:
+    """Readable JSON."""
+    return json.dumps(values, indent=2, allow_nan=False) + "\n"

@@ -1,0 +1,228 @@
+"""Runs the rows of a table, one after the other, in a folder from which it can go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, final
+
+from dpvision.checks import ArgumentError, DPVisionError, Problems
+from dpvision.config import RunConfig
+from dpvision.files import disk_errors, write_atomically
+from dpvision.recipes import MEANS_NOTHING, find_recipe, place_data, quick_config
+from dpvision.recipes.recipe import Recipe, changed
+from dpvision.reproduce.chart import draw_table
+from dpvision.reproduce.figures import (
+    Failure,
+    Figures,
+    RowResult,
+    is_begun,
+    is_finished,
+    json_text,
+    read_figures,
+    released_together,
+)
+from dpvision.reproduce.page import markdown
+from dpvision.reproduce.table import Row, Table
+from dpvision.runfolder import read_file
+from dpvision.training import Watcher, resume, train
+from dpvision.training.watch import Silence
+
+SCALES: Final = ("paper", "cpu", "quick")
+JSON, PAGE, CHART = "table.json", "table.md", "table.svg"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be run. ``rows`` are names or patterns; none means all."""
+
+    table: Table
+    folder: Path
+    scale: str = "paper"
+    repeats: int = 1
+    rows: tuple[str, ...] = ()
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        problems.count("repeats", self.repeats)
+        problems.require(self.scale in SCALES, f"--scale must be one of {', '.join(SCALES)}, got {self.scale!r}.")
+        problems.raise_if_any()
+
+    def run_folder(self, recipe: Recipe, repeat: int) -> Path:
+        """Where a run of that recipe lives."""
+        return self.folder / "runs" / recipe.name / str(repeat)
+
+    def asked(self, recipe: Recipe) -> RunConfig:
+        """The recipe at this scale, as it is written down: without a place on this machine."""
+        if self.scale == "quick":
+            return changed(recipe.config, name=f"{recipe.name}-quick")
+        return recipe.at(self.scale)
+
+    def config(self, recipe: Recipe) -> RunConfig:
+        """The recipe at this scale, its data in place."""
+        if self.scale == "quick":
+            return quick_config(recipe.config, self.folder.resolve() / "made-up")
+        return place_data(self.asked(recipe))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What came of a job, and the files that tell it. ``sources`` are runs that gave first weights to others."""
+
+    job: Job
+    results: tuple[RowResult, ...]
+    sources: tuple[Figures, ...] = ()
+    interrupted: bool
+    written: tuple[Path, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Whether any run failed."""
+        return any(result.failures for result in self.results)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        job = self.job
+        return {
+            "table": job.table.name,
+            "title": job.table.title,
+            "scale": job.scale,
+            "smoke_test": MEANS_NOTHING if job.scale == "quick" else None,
+            "repeats": job.repeats,
+            "interrupted": self.interrupted,
+            "rows": [result.to_dict() for result in self.results],
+            "sources": [run.to_dict() for run in self.sources],
+            **released_together([run for result in self.results for run in result.runs] + list(self.sources)),
+        }
+
+
+@dataclass
+class _Progress:
+    """What is known so far."""
+
+    runs: dict[str, list[Figures]] = field(default_factory=dict)
+    failures: dict[str, list[Failure]] = field(default_factory=dict)
+    sources: dict[str, Figures] = field(default_factory=dict)
+
+
+class _Stopped(Exception):
+    """Somebody asked a run to stop."""
+
+
+def reproduce(job: Job, *, watcher: Watcher | None = None) -> Report:
+    """Run what is not run yet, and write the table.
+
+    Finished runs are read from their certificates, begun ones go on. A run that fails is written down with its reason
+    and does not stop the others. The files are written anew after every run, so that an interruption costs nothing.
+    """
+    watcher = watcher or Silence()
+    rows = job.table.choose(job.rows)
+    for row in rows:
+        _require_same(job, row.recipe)
+    progress = _Progress()
+    interrupted = False
+    try:
+        for repeat in range(1, job.repeats + 1):
+            for row in rows:
+                _run_row(job, row, repeat, progress, watcher)
+                _write(_report(job, rows, progress, interrupted=False), picture=False)
+    except (_Stopped, KeyboardInterrupt):
+        interrupted = True
+    return _write(_report(job, rows, progress, interrupted=interrupted), picture=True)
+
+
+def _require_same(job: Job, recipe: Recipe) -> None:
+    """Refuse a folder in which this row was run with another configuration."""
+    path = job.folder / "runs" / recipe.name / "recipe.json"
+    if path.exists() and read_file(path) != _asked_text(job, recipe).encode():
+        raise ArgumentError(
+            f"{path.parent} holds runs of another configuration of {recipe.name} (another scale or version). "
+            "Choose another --output."
+        )
+
+
+def _asked_text(job: Job, recipe: Recipe) -> str:
+    try:
+        return job.asked(recipe).to_json()
+    except ArgumentError:  # no version at this scale: said where the row is run
+        return ""
+
+
+def _run_row(job: Job, row: Row, repeat: int, progress: _Progress, watcher: Watcher) -> None:
+    """One run of a row, or a note why there is none."""
+    started = time.monotonic()
+    try:
+        if row.recipe.after is not None and row.recipe.after not in progress.sources:
+            source = find_recipe(row.recipe.after)
+            _require_same(job, source)
+            progress.sources[source.name] = _figures_of(job, source, 1, watcher)
+        figures = _figures_of(job, row.recipe, repeat, watcher)
+    except (DPVisionError, RuntimeError, MemoryError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        progress.failures.setdefault(row.name, []).append(Failure(repeat, reason))
+        watcher.said(f"{row.label}, run {repeat}: failed: {reason}")
+        return
+    progress.runs.setdefault(row.name, []).append(figures)
+    seconds = time.monotonic() - started
+    watcher.said(f"{row.label}, run {repeat}: {figures.accuracy:.2f} % ({seconds:.0f} s)")
+
+
+def _figures_of(job: Job, recipe: Recipe, repeat: int, watcher: Watcher) -> Figures:
+    run = job.run_folder(recipe, repeat)
+    if is_begun(run):
+        _finish(run, lambda: resume(run, device=job.device, watcher=watcher))
+    else:
+        config = job.config(recipe)
+        if recipe.after is not None and config.transfer is not None:
+            source = job.run_folder(find_recipe(recipe.after), 1).resolve()  # one run for all rows and repeats
+            config = changed(config, transfer={"weights": str(source)})
+        _note_asked(job, recipe)
+        # A smoke test must never pass for a release: a seed set by hand stamps it.
+        seed = repeat if job.scale == "quick" else None
+        _finish(run, lambda: train(config, run=run, seed=seed, device=job.device, watcher=watcher))
+    return read_figures(run, repeat=repeat)
+
+
+def _note_asked(job: Job, recipe: Recipe) -> None:
+    path = job.folder / "runs" / recipe.name / "recipe.json"
+    with disk_errors(f"write {path}"):
+        write_atomically(path, _asked_text(job, recipe).encode())
+
+
+def _finish(run: Path, go: Callable[[], Any]) -> None:
+    """Bring the run to its end, unless it is there."""
+    if is_begun(run) and is_finished(run):
+        return
+    if go().outcome == "stopped":
+        raise _Stopped
+
+
+def _report(job: Job, rows: tuple[Row, ...], progress: _Progress, *, interrupted: bool) -> Report:
+    results = tuple(
+        RowResult(
+            row=row,
+            runs=tuple(progress.runs.get(row.name, ())),
+            failures=tuple(progress.failures.get(row.name, ())),
+        )
+        for row in rows
+    )
+    sources = tuple(run for name, run in progress.sources.items() if name not in {row.name for row in rows})
+    return Report(job=job, results=results, sources=sources, interrupted=interrupted)
+
+
+def _write(report: Report, *, picture: bool) -> Report:
+    values = report.to_dict()
+    contents = {JSON: json_text(values).encode(), PAGE: markdown(values).encode()}
+    if picture:
+        contents[CHART] = draw_table(values)
+    folder = report.job.folder
+    with disk_errors(f"write the table into {folder}"):
+        for name, content in contents.items():
+            write_atomically(folder / name, content)
+    written = tuple(folder / name for name in contents)
+    return replace(report, written=written)
