@@ -16,7 +16,6 @@ from dpvision.bench.machine import machine, peak_flops, step_flops, threads
 from dpvision.bench.suites import Item
 from dpvision.bench.timing import Progress, Times, quiet, reason_of, time_contenders
 from dpvision.checks import ArgumentError, Problems
-from dpvision.native.memory import keep_freed_memory
 
 
 @final
@@ -42,7 +41,6 @@ class Settings:
 
 def run(items: Sequence[Item], settings: Settings, progress: Progress) -> Figures:
     """Measure every workload, one after the other; ``progress`` is told in words what is going on."""
-    keep_freed_memory()  # as `dpvision train` does; here it is the same for everybody
     with threads(settings.threads) as num_threads:
         progress("measuring the machine's peak")
         before = peak_flops()
