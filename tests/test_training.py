@@ -24,7 +24,7 @@ from dpvision.training.release import write_release
 from dpvision.training.start import begin, come_back
 from dpvision.training.watch import Silence
 from dpvision.verify import verify
-from tiny_runs import made_up_pictures, tiny_config, write_pictures
+from tiny_runs import SIDE, made_up_pictures, tiny_config, write_pictures
 
 
 @pytest.fixture
@@ -452,3 +452,16 @@ def test_the_certificate_names_the_owner_of_several_rows_as_the_unit(tmp_path: P
 def test_come_back_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(DPVisionError, match="run"):
         come_back(tmp_path, allow_fork=False, device="cpu")
+
+
+def test_feature_constants_are_declared_and_never_those_of_the_private_pictures(tmp_path: Path) -> None:
+    pictures = write_pictures(tmp_path / "cifar100-half.npz")
+    options = {"image_size": SIDE, "standardise": "constants", "constants": "cifar100"}
+    changes = {"model": {"name": "scatter_linear", "options": options}, "data": {"channels": 3}}
+    with pytest.raises(ArgumentError, match="constants must come from other pictures"):
+        train(tiny_config(pictures, **changes), run=tmp_path / "run", seed=1)
+    assert not (tmp_path / "run").exists()
+    other = pictures.rename(tmp_path / "scans.npz")
+    result = train(tiny_config(other, **changes), run=tmp_path / "run", seed=1)
+    declared = {item["what"]: item["how"] for item in result.certificate["declared"]}
+    assert declared["feature constants"] == "computed from cifar100, which is declared public"

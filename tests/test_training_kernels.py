@@ -20,8 +20,9 @@ def pictures(tmp_path: Path) -> Path:
     return write_pictures(tmp_path / "pictures.npz")
 
 
+@pytest.mark.parametrize("kernels", ["auto", "plain"])
 def test_how_gradients_are_computed_is_settled_on_everybodys_weights(
-    tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+    kernels: str, tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, seen = admission._make, []
 
@@ -30,7 +31,8 @@ def test_how_gradients_are_computed_is_settled_on_everybodys_weights(
         return original(model, *arguments)
 
     monkeypatch.setattr(admission, "_make", watched)
-    session, _ = begin(tiny_config(pictures), tmp_path / "run", seed=3, device="cpu")
+    config = tiny_config(pictures, performance={"kernels": kernels})
+    session, _ = begin(config, tmp_path / "run", seed=3, device="cpu")
     for _ in range(5):
         take_step(session)
     session.save_checkpoint()

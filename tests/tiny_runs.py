@@ -53,6 +53,6 @@ def tiny_config(source: Path, **changes: Any) -> RunConfig:
         "checkpoint_every": 4,
     }
     for section, update in changes.items():
-        merged = {**values[section], **update} if isinstance(update, dict) else update
+        merged = {**values.get(section, {}), **update} if isinstance(update, dict) else update
         values[section] = {k: v for k, v in merged.items() if v is not None} if isinstance(merged, dict) else merged
     return parse_config(values)

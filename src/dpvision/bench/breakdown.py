@@ -137,19 +137,23 @@ def _ledger(mechanism: Mechanism) -> Iterator[Ledger]:
 
 
 def draw(workload: Workload, *, step: int) -> None:
-    """Draw a Poisson batch of the workload's size from 50,000 small colour pictures, cropped and mirrored at random."""
-    for _ in _draws(min(workload.batch, _PICTURES), workload.views).batch(step).microbatches(_UNITS_AT_ONCE):
+    """Draw a Poisson batch of the workload's size from 50,000 small colour pictures.
+
+    They are cropped and mirrored at random, unless the workload is one of features, which are taken as they are.
+    """
+    views = ViewSettings() if workload.image_size == 1 else ViewSettings(count=workload.views, crop_padding=4, flip=0.5)
+    for _ in _draws(min(workload.batch, _PICTURES), views).batch(step).microbatches(_UNITS_AT_ONCE):
         pass
 
 
 @functools.lru_cache(maxsize=1)
-def _draws(expected_batch_size: int, views: int) -> PoissonDraws:
+def _draws(expected_batch_size: int, views: ViewSettings) -> PoissonDraws:
     return PoissonDraws(
         mechanism=OrdinaryPlan(num_units=_PICTURES, expected_batch_size=expected_batch_size, steps=1),
         store=_store(),
         normalisation=fixed_normalisation(3),
         keys=Keys.from_os_entropy(),
-        views=ViewSettings(count=views, crop_padding=4, flip=0.5),
+        views=views,
     )
 
 

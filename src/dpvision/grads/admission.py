@@ -45,6 +45,11 @@ def plan_for(
     Guarantee: raises PrivacyError for a model that mixes units, moves buffers, or whose gradients can't be had.
     """
     performance = performance or Performance()
+    with performance.chosen_kernels():
+        return _plan_for(model, loss_fn, microbatch, performance)
+
+
+def _plan_for(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance) -> Plan:
     speed = (performance.channels_last, performance.kernels, native.available())
     signature = (_signature(model, microbatch), getattr(loss_fn, "__code__", loss_fn), speed)
     known = _KNOWN.get(model)

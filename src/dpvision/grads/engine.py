@@ -6,14 +6,13 @@ Shapes: U units, R rows per unit.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Final, final
 
 import torch
 from torch import Tensor, nn
 
-from dpvision import native
 from dpvision.checks import PrivacyError, Problems
 from dpvision.flow import Batch, ClippedSum, Microbatch, Sampling
 from dpvision.grads.admission import plan_for
@@ -31,6 +30,7 @@ from dpvision.mechanism import Clipping
 _MOST_PICTURES: Final = 512
 _MOST_FEATURE_ROWS: Final = 4096
 _EVEN: Final = 8
+_FEW: Final = 4
 
 
 def clipped_sum(
@@ -82,7 +82,7 @@ def clipped_sum_of_batch(
     """
     clip, totals = Clip.of(model, clip_norm=clip_norm, clipping=clipping), Totals()
     each = _each_microbatch(model, loss_fn, batch, performance)
-    with _unmoved(model), _kernels(performance), closing(each):
+    with _unmoved(model), performance.chosen_kernels(), closing(each):
         for microbatch, found in each:
             real_U = microbatch.row_weights_UR.ne(0).any(1)
             totals.add(found.shares, *clip.factors(found.shares, real_U))
@@ -98,16 +98,11 @@ def unclipped_sum_of_batch(
     """
     totals = Totals()
     each = _each_microbatch(model, loss_fn, batch, performance)
-    with _unmoved(model), _kernels(performance), closing(each):
+    with _unmoved(model), performance.chosen_kernels(), closing(each):
         for microbatch, found in each:
             ones_U = microbatch.row_weights_UR.ne(0).any(1).to(torch.float64)
             totals.add(found.shares, dict.fromkeys(found.shares, ones_U), None)
     return totals.gradients(trainable(model))
-
-
-def _kernels(performance: Performance) -> AbstractContextManager[None]:
-    """Native kernels, unless others were asked for."""
-    return native.switched_off(when=performance.kernels in ("plain", "compiled"))
 
 
 def _each_microbatch(
@@ -130,7 +125,9 @@ def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performan
     """As asked for, or as many units as fit the memory that a micro-batch may take."""
     if performance.microbatch_size is not None:
         return performance.microbatch_size
-    fitting = performance.memory_mib * 2**20 // max(1, plan.bytes_per_unit)
+    memory, unit = performance.memory_mib * 2**20, max(1, plan.bytes_per_unit)
+    # One unit at a time would leave threads idle and pay every layer's fixed cost: a few may take more.
+    fitting = max(memory // unit, min(_FEW, 4 * memory // unit))
     # Whole multiples of eight, or of two, share evenly among threads.
     # What a model works with between its layers is not counted, and may be much for pictures (a scattering transform).
     most = _MOST_FEATURE_ROWS if like.inputs.dim() == 2 or _only_linear(network) else _MOST_PICTURES

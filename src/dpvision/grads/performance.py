@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from dpvision.native import switched_off
 
 
 @final
@@ -24,3 +27,7 @@ class Performance(BaseModel):
     channels_last: bool = True
     kernels: Literal["auto", "native", "compiled", "plain"] = "auto"
     memory_mib: int = Field(default=256, ge=1)
+
+    def chosen_kernels(self) -> AbstractContextManager[None]:
+        """Native kernels inside, unless others were asked for."""
+        return switched_off(when=self.kernels in ("plain", "compiled"))

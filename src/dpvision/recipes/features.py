@@ -142,6 +142,7 @@ def _frozen_network() -> Iterator[Recipe]:
             transfer=TransferConfig(weights="efficientnet-lite0", trained="head"),
             privacy=CIFAR10.private(epsilon=epsilon, batch=8192, steps=steps, clip_norm=0.1),
             optimizer=OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.9),
+            cache_features="disk",
         )
         yield Recipe(
             config=config,

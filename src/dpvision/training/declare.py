@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dpvision.accounting import mechanism_guarantee
 from dpvision.config import RunConfig, ViewsConfig
-from dpvision.training.origin import transfer_declarations
+from dpvision.training.ancestry import transfer_declarations
 from dpvision.training.phases import mirrored
 from dpvision.training.prepare import Pictures, extra_charges
 from dpvision.transfer import KNOWN_WEIGHTS
@@ -21,6 +21,9 @@ def declarations(config: RunConfig, pictures: Pictures) -> list[tuple[str, str]]
         found.append(("normalisation constants", f"published for {what}"))
     elif config.data.normalisation in {"fixed", "none"}:
         found.append(("normalisation constants", "fixed numbers that no data chose"))
+    constants = None if config.model is None else config.model.options.get("constants")
+    if constants is not None:
+        found.append(("feature constants", f"computed from {constants}, which is declared public"))
     if config.schedule.kind == "plateau":
         found.append(("learning-rate schedule", "follows the loss on the test split, which is declared public"))
     if config.views != ViewsConfig():

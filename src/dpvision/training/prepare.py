@@ -102,6 +102,7 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
         image_shape=pictures.train.image_shape,
     )
     config, chosen = fill_open_settings(config, facts)
+    require_other_pictures(config)
     config = name_normalisation(config, pictures)
     require_both_phases(config)
     if config.privacy.enabled:
@@ -132,6 +133,17 @@ def require_both_phases(config: RunConfig) -> None:
     steps = required(config.privacy.steps, "steps")
     if head_steps is not None and not head_steps < steps:
         raise ArgumentError(f"head_steps must be below steps={steps}, got {head_steps}. Lower it.")
+
+
+def require_other_pictures(config: RunConfig) -> None:
+    """Constants that were computed from the private pictures themselves would be released with the weights."""
+    constants = None if config.model is None else config.model.options.get("constants")
+    source = Path(config.data.source).name.lower()
+    if config.privacy.enabled and isinstance(constants, str) and source.startswith(constants.lower()):
+        raise ArgumentError(
+            f"constants must come from other pictures than the private ones, got {constants!r} for {source}: they would "
+            "be released without noise. Choose standardise=group."
+        )
 
 
 def notes(config: RunConfig, pictures: Pictures) -> tuple[str, ...]:

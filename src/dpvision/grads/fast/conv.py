@@ -83,23 +83,24 @@ class ConvStandIn(StandIn[nn.Conv2d | WSConv2d]):
 class Winograd(ConvStandIn):
     """Stands in for a 3×3 convolution of stride and padding one; inputs that don't fit go through the layer itself."""
 
-    def gradient_memory(self, units: int) -> Tensor | None:
-        """Room for the weight gradients of so many units, the same in every micro-batch: fresh pages are slow to touch.
+    _room: Tensor | None = None
 
-        A layer of a graph is called once in a pass, and a micro-batch is done with before the next one begins. ``None``
-        outside a step.
+    def gradient_memory(self, units: int) -> Tensor | None:
+        """Room for the weight gradients of so many units, the same in every micro-batch of every step.
+
+        Fresh pages are slow to touch, so it is kept between steps, too. A layer of a graph is called once in a pass,
+        and a micro-batch is done with before the next one begins. ``None`` outside a step.
         """
         if not self._holding:
             return None
         weight = self.layer.weight
-        room = self._held.get("memory")
-        if room is None or room.shape[0] < units:
-            room = self._held["memory"] = weight.new_empty(units, 3, 3, weight.shape[1], weight.shape[0])
-        return room[:units]
+        if self._room is None or self._room.shape[0] < units or self._room.device != weight.device:
+            self._room = weight.new_empty(units, 3, 3, weight.shape[1], weight.shape[0])
+        return self._room[:units]
 
     def filters(self, *, backward: bool) -> winograd.Filters:
         """The transformed filters of the forward pass or of the input gradient."""
-        weight = self.derived("weight", self.used_weight)
+        weight = self.derived("weight", lambda: self.used_weight().detach())
         memory: winograd.SharedMemory | None = self._held.get("shared memory")
         if memory is not None:
             with torch.no_grad():

@@ -5,7 +5,7 @@ Shapes: U units, T positions of a unit (rows included), I in, O out.
 
 from __future__ import annotations
 
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,10 @@ from dpvision.grads.shares import (
     without_dead,
 )
 from dpvision.native import skinny
+
+
+_RUN: Final = 512
+"""Rows that are added up in one product."""
 
 
 @final
@@ -53,7 +57,10 @@ class OuterProducts(Share):
         if skinny.takes(a_NI, g_NO):
             factor_N = without_dead(factor_U, dead_U).repeat_interleave(self._a_UTI.shape[1])
             return skinny.outer_sum(a_NI, g_NO, factor_N)
-        return scale_by_unit(without_dead(g_NO, dead_U), factor_U).mT @ without_dead(a_NI, dead_U)
+        a_NI, g_NO = without_dead(a_NI, dead_U), scale_by_unit(without_dead(g_NO, dead_U), factor_U)
+        # Runs of rows in their own precision, the runs in float64: a long sum would round away more than noise covers.
+        runs = zip(a_NI.split(_RUN), g_NO.split(_RUN), strict=True)
+        return torch.stack([g.mT @ a for a, g in runs]).sum(0, dtype=torch.float64)
 
     def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
         if self._formed is not None:

@@ -318,15 +318,20 @@ extern "C" void dpvision_winograd_units(const float* x, const float* dy, const f
     Shape shape = *sizes;
     shape.rows /= units;
     const int64_t entries = 9 * shape.in_channels * shape.out_channels, places = shape.rows * shape.positions();
-    const int outside = units < threads ? 1 : threads, inside = units < threads ? threads : 1;
-#pragma omp parallel for num_threads(outside) schedule(static) if (outside > 1)
-    for (int64_t unit = 0; unit < units; unit++) {
+    const auto one_unit = [&](int64_t unit, int inside) {
         const Rows rows{x + unit * places * shape.in_channels, dy + unit * places * shape.out_channels, nullptr, shape};
         Result result{gradients + unit * entries, nullptr, z};
         result.moments = moments + unit * result.kinds() * shape.out_channels;
         result.streams = shape.out_channels % PANEL == 0 && reinterpret_cast<uintptr_t>(gradients) % 64 == 0;
         add_gradients(rows, result, inside);
-    }
+    };
+    // Fewer units than threads share the threads one by one. Not inside a parallel region, not even one of a single
+    // thread: threads of a nested region are made anew each time.
+    if (units < threads)
+        for (int64_t unit = 0; unit < units; unit++) one_unit(unit, threads);
+    else
+#pragma omp parallel for num_threads(threads) schedule(static)
+        for (int64_t unit = 0; unit < units; unit++) one_unit(unit, 1);
 }
 
 // Σ factor · gradient over all rows: (3, 3, in, out).
