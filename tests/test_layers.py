@@ -16,7 +16,8 @@ LAYERS = (
     ("accounting", "data", "models", "native"),
     ("grads", "noise", "optim", "ledger"),
     ("config", "runfolder", "evaluate", "certificate", "transfer"),
-    ("training", "verify"),
+    ("verify",),  # training checks what it begins with
+    ("training",),
     ("recipes", "report", "bench"),
     ("reproduce",),  # tables are made of recipes
     ("cli", "__main__"),

@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 from dpvision.accounting import PlanRow, guarantee, plan, published_settings
 from dpvision.accounting.picture import draw_plan
 from dpvision.accounting.published import _SETTINGS
+from dpvision.certificate import rounded_up
 from dpvision.cli.accounting import plan as plan_command
-from dpvision.mechanism import Guarantee
+from dpvision.cli.planning import print_plan
+from dpvision.mechanism import Adjacency, Guarantee
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(plan_command)
@@ -104,6 +106,30 @@ def test_papers_are_shown_for_their_own_data_and_epsilon_only() -> None:
     assert small.effective_noise == 10 / 4096
     for other in ({"num_units": 50_001}, {"target_epsilon": 1.1}, {"delta": 1e-6}):
         assert published_settings(**{**facts, **other}) == ()
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+def test_what_papers_chose_is_shown_under_the_adjacency_of_the_plan(
+    adjacency: Adjacency, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (setting, _) = published_settings(num_units=50_000, target_epsilon=1.0, delta=1e-5)
+    charges = [(setting.step_event, setting.steps)]
+    expected = guarantee(charges, delta=1e-5, adjacency=adjacency).epsilon
+    rows = [row(guarantee=Guarantee(epsilon=1.0, delta=1e-5, adjacency=adjacency, accountant="pld"))]
+    print_plan(rows, [setting], target=1.0, delta_proposed=False, json=True)
+    (found,) = json.loads(capsys.readouterr().out)["published"]
+    assert found["epsilon"] == expected
+    assert (expected > 1.5) == (adjacency == "replace_one")
+    print_plan(rows, [setting], target=1.0, delta_proposed=False, json=False)
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"epsilon: by our accountant, {adjacency}; they kept 1 by RDP, add_remove" in words
+    assert rounded_up(expected) in words
+
+
+def test_epsilon_is_rounded_up_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    spent = Guarantee(epsilon=6.58000001, delta=1e-5, adjacency="add_remove", accountant="pld")
+    print_plan([row(guarantee=spent)], [], target=7.0, delta_proposed=False, json=False)
+    assert "6.581" in capsys.readouterr().out
 
 
 def test_the_command_shows_the_curve_as_table_json_and_picture(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from dpvision.accounting import mechanism_guarantee, scaled
+from dpvision.certificate import rounded_up
 from dpvision.checks import ArgumentError
 from dpvision.cli.accounting import plan as plan_command
 from dpvision.mechanism import Mechanism
@@ -77,9 +79,21 @@ def test_the_words_say_that_the_search_is_not_private() -> None:
     result = run(f"{SETTING} --noise-multiplier 3 --scale-down 16")
     assert result.exit_code == 0
     words = " ".join(result.stdout.split())
-    assert "The search is NOT private at the target's epsilon: each of its runs costs 298.3 by itself." in words
+    assert "The search is NOT private at the target's epsilon: each of its runs costs 298.4 by itself." in words
     assert "Search on public data, or keep every run to yourself." in words
     assert "is not covered by the target's epsilon either: declare it, or charge the search." in words
+
+
+@pytest.mark.parametrize("noise", [3.0, 3.1, 3.2, 3.3])
+def test_the_cost_of_the_search_is_rounded_up(noise: float) -> None:
+    setting = f"--num-units 1797 --delta 1e-4 --expected-batch-size 512 --steps 71 --noise-multiplier {noise}"
+    found = figures(f"{setting} --scale-down 8")
+    epsilon = found["search"]["epsilon"]
+    (shown,) = re.findall(r"costs (\S+) by itself", " ".join(found["notes"]))
+    assert epsilon <= float(shown) < 1.001 * epsilon
+    table = run(f"{setting} --scale-down 8").stdout.split("The search")[0]
+    assert shown in table
+    assert rounded_up(found["target"]["epsilon"]) in table
 
 
 def test_the_way_back_is_a_command_that_works() -> None:

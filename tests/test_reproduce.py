@@ -13,20 +13,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from dpvision.accounting import guarantee
 from dpvision.checks import ArgumentError, DPVisionError
 from dpvision.cli import app
-from dpvision.mechanism import Event
 from dpvision.recipes import all_recipes, find_recipe
-from dpvision.reproduce import Job, Row, Table, all_tables, find_table, job, reproduce
+from dpvision.reproduce import Row, Table, all_tables, find_table, job, reproduce
+from dpvision.reproduce.bills import Bill, released_together
 from dpvision.reproduce.chart import draw_table
-from dpvision.reproduce.figures import Failure, Figures, RowResult, composed, released_together
+from dpvision.reproduce.figures import Failure, Figures, RowResult
 from dpvision.reproduce.page import markdown
 from dpvision.training.interrupt import StopRequest
 from dpvision.training.watch import Silence
+from reproduce_runs import RELU, STEP, TANH, TWO, quick, spend
 
-TANH, RELU = "mnist-shoefit-tanh", "mnist-shoefit-relu"
-TWO = Table(name="two", title="Two rows", rows=(Row("tanh", TANH), Row("relu", RELU)))
 WANTED = (
     "shoefit-table5",
     "scalenorm-table1",
@@ -50,21 +48,8 @@ def dpvision(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["reproduce", *map(str, arguments)])
 
 
-def quick(folder: Path, **changes: Any) -> Job:
-    return Job(**{"table": TWO, "folder": folder, "scale": "quick", **changes})
-
-
-def figures(accuracy: float, *, repeat: int = 1, epsilon: float | None = 2.0, source: str = "mnist") -> Figures:
-    charged = [{"purpose": "training", "sample_rate": 0.1, "noise_multiplier": 2.0, "count": 50}]
-    certificate = {
-        "epsilon": epsilon,
-        "delta": None if epsilon is None else 1e-5,
-        "adjacency": "add_remove",
-        "charged": [] if epsilon is None else charged,
-        "data": {"source": source},
-        "steps_taken": 50,
-        "for_release": True,
-    }
+def figures(accuracy: float, *, repeat: int = 1) -> Figures:
+    certificate = {"epsilon": 2.0, "delta": 1e-5, "steps_taken": 50, "for_release": True, "stamps": []}
     return Figures(repeat=repeat, run=f"runs/{repeat}", accuracy=accuracy, top5=None, certificate=certificate)
 
 
@@ -115,25 +100,6 @@ def test_statistics_are_of_the_sample() -> None:
     assert (empty.median, empty.mean, empty.std, empty.best) == (None, None, None, None)
 
 
-def test_repeats_compose_to_what_all_their_charges_cost() -> None:
-    runs = [figures(70.0, repeat=repeat) for repeat in (1, 2, 3)]
-    together = composed(runs)
-    assert together is not None
-    expected = guarantee([(Event(sample_rate=0.1, noise_multiplier=2.0), 150)], delta=1e-5).epsilon
-    assert together == {"runs": 3, "epsilon": pytest.approx(expected), "delta": 1e-5}
-    alone = composed(runs[:1])
-    assert alone is not None
-    assert together["epsilon"] > alone["epsilon"]
-
-
-def test_runs_on_other_data_do_not_compose_and_runs_without_privacy_are_counted() -> None:
-    runs = [figures(1.0, source="mnist"), figures(2.0, source="cifar10"), figures(3.0, epsilon=None, source="mnist")]
-    found = released_together(runs)
-    assert [(each["source"], each["runs"]) for each in found["together"]] == [("mnist", 1), ("cifar10", 1)]
-    assert found["without_privacy"] == 1
-    assert composed(runs[2:]) is None
-
-
 def test_rows_are_chosen_by_name_or_pattern() -> None:
     assert [row.name for row in TWO.choose(("*relu",))] == [RELU]
     assert TWO.choose(()) == TWO.rows
@@ -152,6 +118,7 @@ def test_a_table_is_run_written_and_afterwards_read(tmp_path: Path, monkeypatch:
     page = (tmp_path / "table.md").read_text()
     assert "release of its own" in page
     assert "mean nothing" in page
+    assert page.count("(not for release) |") == 2
     assert (tmp_path / "table.svg").read_bytes().startswith(b"<?xml")
     (together,) = values["together"]
     assert together["runs"] == 4
@@ -227,16 +194,19 @@ def failing_for(name: str, error: BaseException, real: Callable[..., Any]) -> Ca
 
 
 @pytest.mark.parametrize("error", [DPVisionError("the weights overflowed"), RuntimeError("out of memory\nat line 3")])
-def test_a_failed_row_is_written_with_its_reason_and_the_others_go_on(
+def test_a_failed_row_is_written_with_its_kind_and_the_others_go_on(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "train", failing_for(TANH, error, job.train))
     report = reproduce(quick(tmp_path))
     assert report.failed
     bad, good = report.results
-    assert bad.failures == (Failure(1, str(error).splitlines()[0]),)
+    reason = str(error).splitlines()[0]
+    assert bad.failures == (Failure(repeat=1, kind=type(error).__name__, reason=reason),)
     assert len(good.runs) == 1
-    assert f"failed: tanh, run 1: {str(error).splitlines()[0]}" in (tmp_path / "table.md").read_text()
+    page = (tmp_path / "table.md").read_text()
+    assert f"failed: tanh, run 1: {type(error).__name__}" in page
+    assert reason not in page
 
 
 def test_a_release_that_was_changed_is_a_failure_not_a_figure(tmp_path: Path) -> None:
@@ -273,6 +243,7 @@ def test_first_weights_come_from_one_run_of_the_earlier_recipe_which_is_counted(
 
     def note(config: Any, *, run: Path, **__: Any) -> Any:
         weights.append(None if config.transfer is None else config.transfer.weights)
+        spend(run)
         return finished
 
     monkeypatch.setattr(job, "train", note)
@@ -291,14 +262,14 @@ def test_a_job_that_can_not_be_is_refused(changes: dict[str, Any], tmp_path: Pat
 
 
 def made_up_values() -> dict[str, Any]:
+    bills = tuple(Bill(run=f"a/{n}", source="mnist", charges=((STEP, n),), delta=1e-5) for n in (1, 2, 3))
     rows = [
-        RowResult(row=Row("one", TANH), runs=(figures(70.0), figures(72.0, repeat=2))),
-        RowResult(row=Row("two", RELU), failures=(Failure(1, "no such data"),)),
-        RowResult(row=Row("three", "cifar10-wrn16_4-tan-eps8"), runs=(figures(50.0),)),
+        RowResult(row=Row("one", TANH), runs=(figures(70.0), figures(72.0, repeat=2)), bills=bills[:2]),
+        RowResult(row=Row("two", RELU), failures=(Failure(repeat=1, kind="DataError", reason="no such data"),)),
+        RowResult(row=Row("three", "cifar10-wrn16_4-tan-eps8"), runs=(figures(50.0),), bills=bills[2:]),
     ]
-    runs = [run for row in rows for run in row.runs]
     head = {"table": "t", "title": "A title", "scale": "cpu", "smoke_test": None, "repeats": 2, "interrupted": False}
-    return {**head, "rows": [row.to_dict() for row in rows], "sources": [], **released_together(runs)}
+    return {**head, "rows": [row.to_dict() for row in rows], "sources": [], **released_together(bills)}
 
 
 def test_the_page_shows_paper_ours_spread_and_failures() -> None:
@@ -307,14 +278,22 @@ def test_the_page_shows_paper_ours_spread_and_failures() -> None:
     assert "| 98.1 | 71.00 | 71.00 ± 1.41 | 72.00 | 2 |" in one
     assert "| failed |" in two
     assert "| – | 50.00 | 50.00 | 50.00 | 1 |" in three
-    assert "- failed: two, run 1: no such data" in page
+    assert "- failed: two, run 1: DataError" in page
+    assert "no such data" not in page
+    assert "- 3 runs on mnist: epsilon " in page
     assert "--scale cpu" in page
 
 
-def test_a_bound_is_rounded_up_never_down() -> None:
+@pytest.mark.parametrize(("epsilon", "shown"), [(2.0001, "2.001"), (1000.001, "1001"), (98765.4, "9.877e+04")])
+def test_a_bound_is_rounded_up_never_down(epsilon: float, shown: str) -> None:
     values = made_up_values()
-    values["rows"][0]["epsilon"] = 2.0001
-    assert "| one | 2.001 |" in markdown(values)
+    values["rows"][0]["epsilon"] = values["rows"][0]["together"]["epsilon"] = epsilon
+    values["together"][0]["epsilon"] = epsilon
+    page = markdown(values)
+    (row,) = (line for line in page.splitlines() if line.startswith("| one |"))
+    assert row.startswith(f"| one | {shown} |")
+    assert row.endswith(f"| {shown} |")
+    assert f"mnist: epsilon {shown} at delta" in page
 
 
 def test_the_picture_is_the_same_for_the_same_figures() -> None:
@@ -366,8 +345,11 @@ def test_a_failed_row_ends_in_exit_code_1_and_an_interruption_in_130(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job, "train", failing_for(TANH, DPVisionError("no"), job.train))
+    monkeypatch.setattr(job, "train", failing_for(TANH, DPVisionError("the figure is 17"), job.train))
     arguments = ("shoefit-activation", "--scale", "quick", "--rows", TANH, "--output")
-    assert dpvision(*arguments, "failed").exit_code == 1
+    failed = dpvision(*arguments, "failed")
+    assert failed.exit_code == 1
+    assert "failed: the figure is 17" in failed.stderr
+    assert "the figure" not in failed.stdout
     monkeypatch.setattr(job, "train", failing_for(TANH, KeyboardInterrupt(), job.train))
     assert dpvision(*arguments, "interrupted").exit_code == 130

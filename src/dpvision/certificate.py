@@ -19,6 +19,8 @@ from dpvision.mechanism import Adjacency, Event, Guarantee, Mechanism
 FORMAT = 1
 NO_PRIVACY = "trained without privacy: no guarantee"
 HAND_SEEDED = "hand-seeded key: whoever knows the seed can subtract the noise; reproducible, not for release"
+NOT_FOR_RELEASE = "not for release"  # a note of the ledger that is a stamp of the certificate
+TRAINING_DATA = "training data"
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 ALWAYS_DECLARED: tuple[tuple[str, str], ...] = (
     ("num_units, class names and picture shape", "declared public by whoever configured the run"),
@@ -199,6 +201,8 @@ def _or_none(charges: Charges, *, delta: float, adjacency: Adjacency) -> float |
 def required_stamps(ledger: Sequence[Entry], mechanism: Mechanism | None) -> list[str]:
     """Reasons against a release that the ledger itself shows."""
     stamps = [HAND_SEEDED] if ledger[0].payload.get("hand_seeded") else []
+    notes = [e.payload for e in ledger if e.kind == "declare"]
+    stamps += [note["how"] for note in notes if note["what"] == NOT_FOR_RELEASE]
     if mechanism is None:
         return [*stamps, NO_PRIVACY]
     charges = charges_of(ledger)
@@ -211,7 +215,8 @@ def required_stamps(ledger: Sequence[Entry], mechanism: Mechanism | None) -> lis
 
 def required_declared(ledger: Sequence[Entry]) -> list[tuple[str, str]]:
     """What every certificate of this ledger declares."""
-    notes = [(e.payload["what"], e.payload["how"]) for e in ledger if e.kind == "declare"]
+    declared = [e.payload for e in ledger if e.kind == "declare"]
+    notes = [(note["what"], note["how"]) for note in declared if note["what"] != NOT_FOR_RELEASE]
     forks = [
         (f"fork {e.payload['fork']} at step {e.payload['step']}", f"{e.payload['reason']}; repeated steps are charged")
         for e in ledger
@@ -315,13 +320,13 @@ def _guarantee_lines(certificate: Certificate) -> Iterator[str]:
         privacy_unit=certificate.privacy_unit,
     )
     yield (
-        f"Epsilon {_up(proved.epsilon)} at delta {_up(proved.delta)} for {proved.adjacency} of one "
-        f"{proved.privacy_unit}, by PLD ({_up(certificate.epsilon_rdp)} by RDP)."
+        f"Epsilon {rounded_up(proved.epsilon)} at delta {rounded_up(proved.delta)} for {proved.adjacency} of one "
+        f"{proved.privacy_unit}, by PLD ({rounded_up(certificate.epsilon_rdp)} by RDP)."
     )
     yield describe(proved)
     yield from (f"Caution: {text}" for text in cautions(proved, num_units=certificate.mechanism["num_units"]))
 
 
-def _up(value: float) -> str:
+def rounded_up(value: float) -> str:
     """Four digits, rounded up: a rounded bound is still a bound."""
     return f"{float(_CEILING.create_decimal(repr(value))):.4g}"

@@ -46,6 +46,11 @@ class DataConfig(_Settings):
     unit_folder_level: int | None = None
     rows_per_unit: int = Field(default=1, ge=1)
 
+    @property
+    def name(self) -> str:
+        """What the data are called where the path to them is nobody's business."""
+        return Path(self.source).name or self.source
+
 
 @final
 class ViewsConfig(_Settings):
@@ -75,16 +80,19 @@ class ModelConfig(_Settings):
 class PriorRelease(_Settings):
     """The earlier run whose release gave the first weights, as its certificate has it. Written by the run itself.
 
-    ``epsilon`` is None for a run without privacy; ``stamps`` are its reasons not to be released.
+    ``data`` are names: more than one if a fork changed them. ``epsilon`` is None without privacy, and ``stamps`` are
+    reasons not to release. If the run began with weights from elsewhere itself, ``transfer`` says which, and so on.
     """
 
     run_id: str
-    data: str
+    data: tuple[str, ...]
     privacy_unit: str
+    adjacency: Adjacency | None = None
     epsilon: float | None = None
     delta: float | None = None
     stamps: tuple[str, ...] = ()
     began_elsewhere: bool = False
+    transfer: TransferConfig | None = None
 
 
 @final

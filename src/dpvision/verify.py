@@ -14,6 +14,7 @@ from typing import Any, TypeVar, final
 
 from dpvision.certificate import (
     HAND_SEEDED,
+    TRAINING_DATA,
     Certificate,
     Spent,
     charged_list,
@@ -121,6 +122,22 @@ def verify(path: Path) -> Verification:
 
     Guarantee: ok only if the recomputed epsilon of the ledger is at most the claimed one, within ``MAY_CLAIM_LESS``.
     """
+    return _examine(path)[0]
+
+
+def require_verified(path: Path) -> tuple[Certificate, tuple[Entry, ...]]:
+    """The certificate and the ledger of a release in which nothing is wrong, as they were when they were checked."""
+    found, certificate, entries = _examine(path)
+    if found.problems or certificate is None or entries is None:
+        more = f" and {len(found.problems) - 1} more" if len(found.problems) > 1 else ""
+        reason = found.problems[0].rstrip(".") if found.problems else "it is not whole"
+        raise TamperError(
+            f"{path} is not a release that can be relied on: {reason}{more}. Get it anew, and see dpvision verify."
+        )
+    return certificate, entries
+
+
+def _examine(path: Path) -> tuple[Verification, Certificate | None, tuple[Entry, ...] | None]:
     with disk_errors(f"read {path}"):
         place = _find(path)
         findings = _Findings()
@@ -138,7 +155,7 @@ def verify(path: Path) -> Verification:
         if entries is not None and certificate is not None:
             _check_claims(certificate, entries, findings)
             _check_epsilon(certificate, spent, findings)
-    return _verification(path, entries, certificate, spent, findings)
+    return _verification(path, entries, certificate, spent, findings), certificate, entries
 
 
 def _find(path: Path) -> _Place:
@@ -246,6 +263,9 @@ def _check_claims(certificate: Certificate, entries: tuple[Entry, ...], findings
     declared = {(item.what, item.how) for item in certificate.declared}
     for what, how in required_declared(entries):
         findings.require((what, how) in declared, f"certificate: it does not declare {what!r} ({how}).")
+    names = [how for what, how in required_declared(entries) if what == TRAINING_DATA]
+    source = certificate.data.get("source")
+    findings.require(not names or source in names, f"certificate: the data are {source!r}, the ledger's {names}.")
     for uncovered in required_uncovered(header):
         findings.require(uncovered in certificate.not_covered, f"certificate: not_covered lacks: {uncovered}")
     with findings.noted():

@@ -9,6 +9,7 @@ from tools.mutations.gradients import GRADIENTS
 from tools.mutations.mutation import Mutation
 from tools.mutations.native import NATIVE
 from tools.mutations.records import LEDGER
+from tools.mutations.reproduce import REPRODUCE
 from tools.mutations.step import DATA, NOISE, OPTIMIZERS
 from tools.mutations.training import TRAINING
 from tools.mutations.transfer import TRANSFER
@@ -29,4 +30,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     *TRAINING,
     *TRANSFER,
     *VIEWS,
+    *REPRODUCE,
 )

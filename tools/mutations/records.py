@@ -111,7 +111,7 @@ LEDGER = (
         ("a changed key passes", "        if claimed != _digest(values):", "        if False:"),
         (
             "changed weights are loaded",
-            '        if certificate.get("weights_sha256") != sha256_hex(content):',
+            "        if sha256 != sha256_hex(content):",
             "        if False:",
         ),
     ),

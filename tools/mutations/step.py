@@ -83,7 +83,7 @@ DATA = (
             "np.sort(np.argsort(words)[: round(self._sampling.sample_rate * self._num_units)])",
         ),
         ("every step draws the same", 'self._num_units, "sampling", step)', 'self._num_units, "sampling")'),
-        ("rows of a unit are summed", "(there_DR / count_D).astype(np.float32)", "there_DR.astype(np.float32)"),
+        ("rows of a unit are summed", "(there_UR / count_U).astype(np.float32)", "there_UR.astype(np.float32)"),
         ("padding shows somebody's picture", "        if len(absent):", "        if False:"),
     ),
     *mutations(

@@ -66,6 +66,10 @@ TRAINING = (
     *mutations(
         "test_training_kernels",
         "grads/admission.py",
-        ("plain plans are made anew at the run's weights", "    with performance.chosen_kernels():\n        return", "    if True:\n        return"),
+        (
+            "plain plans are made anew at the run's weights",
+            "    with performance.chosen_kernels():\n        return",
+            "    if True:\n        return",
+        ),
     ),
 )

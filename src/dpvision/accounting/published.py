@@ -12,7 +12,7 @@ from dpvision.mechanism import Event
 @final
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """Batch, steps and noise that a paper used at an epsilon, which it counted by RDP."""
+    """Batch, steps and noise that a paper used at an epsilon, which it counted by RDP under add_remove."""
 
     source: str
     num_units: int

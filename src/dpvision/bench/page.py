@@ -199,8 +199,9 @@ def _breakdown(results: Sequence[Result]) -> str:
     parts = next(list(result.breakdown) for result in results if result.breakdown)
     rows = []
     for result in results:
-        total = sum(result.breakdown.values()) or 1.0
-        shares = [percent(result.breakdown[part] / total) if result.breakdown else NOTHING for part in parts]
+        found = result.breakdown
+        total = sum(found.values()) or 1.0
+        shares = [percent(found[part] / total) if part in found else NOTHING for part in parts]
         rows.append([result.workload.title, *shares])
     return markdown(("workload", *parts), rows)
 

@@ -11,7 +11,7 @@ from dpvision.cli.output import print_json
 
 if TYPE_CHECKING:
     from dpvision.accounting import PlanRow, Published
-    from dpvision.mechanism import Guarantee, Mechanism
+    from dpvision.mechanism import Adjacency, Guarantee, Mechanism
 
 _CAPTION = (
     "effective noise = noise multiplier / batch, on the mean gradient: lower learns better. signal = √steps · sample "
@@ -30,7 +30,7 @@ def print_plan(
     warnings = cautions(spent, num_units=rows[0].num_units)
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
-    chosen = [_published_figures(setting) for setting in published]
+    chosen = [_published_figures(setting, spent.adjacency) for setting in published]
     if json:
         facts = {"target_epsilon": target, "delta": spent.delta, "delta_proposed": delta_proposed}
         facts |= {"adjacency": spent.adjacency, "num_units": rows[0].num_units, "cautions": list(warnings)}
@@ -38,7 +38,8 @@ def print_plan(
         return
     _print_rows(rows, title=f"epsilon ≤ {target:g} at delta {spent.delta:g} ({spent.adjacency})")
     if chosen:
-        _print_table(chosen, title="What papers chose (epsilon: theirs by our accountant)")
+        words = f"epsilon: by our accountant, {spent.adjacency}; they kept {target:g} by RDP, add_remove"
+        _print_table(chosen, title=f"What papers chose ({words})")
 
 
 def print_scaling(
@@ -48,12 +49,14 @@ def print_scaling(
 
     ``up`` says that the search was given and the target found; ``delta`` comes with whether it was proposed.
     """
+    from dpvision.certificate import rounded_up
+
     figures = {"search": _mechanism_figures(search, delta[0]), "target": _mechanism_figures(target, delta[0])}
     notes = [
         f"The search does 1/{factor:g} of the work with equal noise on the mean gradient and equal steps: a learning "
         "rate, clip norm or model that wins there fits the target as it is.",
         f"The search is NOT private at the target's epsilon: each of its runs costs "
-        f"{figures['search']['epsilon']:.4g} by itself. Search on public data, or keep every run to yourself.",
+        f"{rounded_up(figures['search']['epsilon'])} by itself. Search on public data, or keep every run to yourself.",
         "What a search on the private data chose is not covered by the target's epsilon either: declare it, or charge "
         "the search.",
     ]
@@ -97,7 +100,8 @@ def _row_figures(row: PlanRow) -> dict[str, float | bool]:
     }
 
 
-def _published_figures(setting: Published) -> dict[str, float | str]:
+def _published_figures(setting: Published, adjacency: Adjacency) -> dict[str, float | str]:
+    """The setting with its epsilon under the plan's adjacency, which need not be the paper's."""
     from dpvision.accounting import guarantee
 
     return {
@@ -106,7 +110,7 @@ def _published_figures(setting: Published) -> dict[str, float | str]:
         "steps": setting.steps,
         "noise_multiplier": setting.noise_multiplier,
         "effective_noise": setting.effective_noise,
-        "epsilon": guarantee([(setting.step_event, setting.steps)], delta=setting.delta).epsilon,
+        "epsilon": guarantee([(setting.step_event, setting.steps)], delta=setting.delta, adjacency=adjacency).epsilon,
     }
 
 
@@ -127,6 +131,8 @@ def _print_rows(rows: Sequence[PlanRow], *, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from dpvision.certificate import rounded_up
+
     table = Table(title=title, caption=_CAPTION)
     for heading in ("batch", "epochs", "steps", "noise multiplier", "effective noise", "× full", "signal", "epsilon"):
         table.add_column(heading, justify="right")
@@ -137,7 +143,7 @@ def _print_rows(rows: Sequence[PlanRow], *, title: str) -> None:
         previous = row.expected_batch_size
         excess = f"{row.excess_noise:.3g}{' •' if row.batch_is_enough else '  '}"
         figures = (row.expected_batch_size, row.epochs, row.steps, row.noise_multiplier, row.effective_noise)
-        table.add_row(*map(_short, figures), excess, f"{row.signal:.3g}", _short(row.guarantee.epsilon))
+        table.add_row(*map(_short, figures), excess, f"{row.signal:.3g}", rounded_up(row.guarantee.epsilon))
     Console().print(table)
 
 
@@ -145,11 +151,13 @@ def _print_table(lines: Sequence[Mapping[str, Any]], *, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from dpvision.certificate import rounded_up
+
     table = Table(title=title)
     for name in lines[0]:
         table.add_column(name.replace("expected_batch_size", "batch").replace("_", " "), justify="right")
     for values in lines:
-        table.add_row(*map(_short, values.values()))
+        table.add_row(*(rounded_up(v) if name == "epsilon" else _short(v) for name, v in values.items()))
     Console().print(table)
 
 

@@ -5,6 +5,7 @@ from dpvision.data.features import FeatureBatch, FeatureDraws, Features, extract
 from dpvision.data.holdout import hold_out
 from dpvision.data.known import KNOWN, KnownSet, cache_folder
 from dpvision.data.normalisation import Normalisation, fixed_normalisation
+from dpvision.data.npz import read_member
 from dpvision.data.options import LoadOptions, Progress
 from dpvision.data.pictures import load_pictures
 from dpvision.data.sources import inspect, known_sources, load, load_one
@@ -41,6 +42,7 @@ __all__ = [
     "load_pictures",
     "make_views",
     "mismatch_note",
+    "read_member",
     "released_normalisation",
     "store_of_arrays",
 ]

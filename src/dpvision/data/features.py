@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpvision.checks import Problems
+from dpvision.checks import DataError, Problems
 from dpvision.data.draws import NO_ROW, PoissonDraws, row_weights
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.options import Progress
@@ -170,6 +171,7 @@ def kept_features(folder: Path, key: str, compute: Callable[[], Features]) -> Fe
 
     A file's name carries the hash of its content: a damaged one is computed anew.
     """
+    _require_own(folder)
     for path in sorted(folder.glob(f"{key}-*.npy")):
         found = _read(path)
         if found is not None and path.name == f"{key}-{found.digest}.npy":
@@ -178,6 +180,15 @@ def kept_features(folder: Path, key: str, compute: Callable[[], Features]) -> Fe
     features = compute()
     _write(folder, f"{key}-{features.digest}.npy", features)
     return features
+
+
+def _require_own(folder: Path) -> None:
+    """Make the folder, or refuse one that others can list or write to: what lies there is as sensitive as pictures."""
+    with disk_errors(f"keep features in {folder}"):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise DataError(f"{folder} must be a folder of yours that is closed to others: chmod 700 it, or delete it.")
 
 
 def _read(path: Path) -> Features | None:
@@ -194,7 +205,6 @@ def _read(path: Path) -> Features | None:
 
 def _write(folder: Path, name: str, features: Features) -> None:
     with disk_errors(f"keep features in {folder}"):
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".features.", suffix=".tmp")  # mode 0600
         try:
             with os.fdopen(descriptor, "wb") as file:

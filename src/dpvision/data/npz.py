@@ -66,7 +66,7 @@ def _open(path: Path, unit_column: str | None) -> dict[str, NDArray[Any]]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = {m.filename.removesuffix(".npy"): m for m in archive.infolist() if m.filename.endswith(".npy")}
-            arrays = {key: _read_member(archive, members[key], path) for key in members if key in wanted}
+            arrays = {key: np.atleast_1d(read_member(archive, members[key])) for key in members if key in wanted}
     except MemoryError as error:
         raise DataError(f"{shown(path)} does not fit into memory.") from error
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError, zlib.error) as error:
@@ -76,8 +76,9 @@ def _open(path: Path, unit_column: str | None) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> NDArray[Any]:
-    where = f"{shown(path)}/{shown(member.filename)}"
+def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
+    """One array of an .npz file, without pickle, and no larger than the member says."""
+    where = f"{shown(archive.filename or 'the file')}/{shown(member.filename)}"
     if member.compress_type not in _COMPRESSIONS or member.file_size > member.compress_size * MAX_ZIP_RATIO + 1024:
         raise DataError(f"{where} is refused: its compression is not what .npz files use.")
     with archive.open(member) as file:
@@ -87,7 +88,7 @@ def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) 
         if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
             raise DataError(f"{where} is refused: its header promises {shape} {dtype}, its size says otherwise.")
     with archive.open(member) as file:
-        return np.atleast_1d(npy.read_array(file, allow_pickle=False))
+        return npy.read_array(file, allow_pickle=False)
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:

@@ -1,19 +1,16 @@
-"""What the finished runs of a table show: statistics over repeats, and what the repeats cost together."""
+"""What the runs of a table show: the figures of finished ones, statistics over repeats, and what came to nothing."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, final
 
-from dpvision.accounting import guarantee
 from dpvision.checks import DPVisionError, TamperError
 from dpvision.config import RunConfig, parse_config
-from dpvision.mechanism import Adjacency, Event
+from dpvision.reproduce.bills import Bill, composed
 from dpvision.reproduce.table import Row
 from dpvision.runfolder import CERTIFICATE, METRICS, RunFolder, parse_object, read_file
 from dpvision.verify import verify
@@ -35,14 +32,6 @@ class Figures:
         """What this run alone guarantees; None without privacy."""
         return self.certificate["epsilon"]
 
-    @property
-    def charges(self) -> list[tuple[Event, int]]:
-        """What it spent."""
-        return [
-            (Event(sample_rate=each["sample_rate"], noise_multiplier=each["noise_multiplier"]), each["count"])
-            for each in self.certificate["charged"]
-        ]
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {
@@ -54,26 +43,33 @@ class Figures:
             "delta": self.certificate["delta"],
             "steps": self.certificate["steps_taken"],
             "for_release": self.certificate["for_release"],
+            "stamps": list(self.certificate["stamps"]),
         }
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A run that did not come to its end."""
+    """A run that did not come to its end. ``reason`` may depend on private data: only ``kind`` is written down."""
 
     repeat: int
+    kind: str
     reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """What may be told of it."""
+        return {"repeat": self.repeat, "kind": self.kind}
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class RowResult:
-    """A row with what its runs showed."""
+    """A row with what its runs showed; ``bills`` are those of all runs of its recipe that lie in the folder."""
 
     row: Row
     runs: tuple[Figures, ...] = ()
     failures: tuple[Failure, ...] = ()
+    bills: tuple[Bill, ...] = ()
 
     @property
     def accuracies(self) -> list[float]:
@@ -108,7 +104,6 @@ class RowResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         recipe = self.row.recipe
-        together = composed(self.runs)
         return {
             "row": self.row.name,
             "label": self.row.label,
@@ -121,44 +116,10 @@ class RowResult:
             "mean": self.mean,
             "std": self.std,
             "best": self.best,
-            "together": together,
+            "together": composed(self.bills) if self.bills else None,
             "runs": [run.to_dict() for run in self.runs],
-            "failed": [{"repeat": failure.repeat, "reason": failure.reason} for failure in self.failures],
+            "failed": [failure.to_dict() for failure in self.failures],
         }
-
-
-def composed(runs: Iterable[Figures]) -> dict[str, Any] | None:
-    """What private runs on the same data guarantee if all of them are released; None without a private one.
-
-    Guarantee: an upper bound by PLD on the charges of all ledgers together, at the largest of their deltas.
-    """
-    private = [run for run in runs if run.epsilon is not None]
-    if not private:
-        return None
-    delta = max(run.certificate["delta"] for run in private)
-    adjacencies = {run.certificate["adjacency"] for run in private}
-    if len(adjacencies) != 1:
-        return None
-    charges = tuple(charge for run in private for charge in run.charges)
-    return {"runs": len(private), "epsilon": _epsilon(charges, delta, adjacencies.pop()), "delta": delta}
-
-
-@lru_cache(maxsize=1024)
-def _epsilon(charges: tuple[tuple[Event, int], ...], delta: float, adjacency: Adjacency) -> float:
-    """Kept, because a table is written anew after every run."""
-    return guarantee(charges, delta=delta, adjacency=adjacency).epsilon
-
-
-def released_together(runs: Sequence[Figures]) -> dict[str, Any]:
-    """The same for all runs of a table, dataset by dataset, and how many of them have no privacy at all."""
-    by_source: dict[str, list[Figures]] = {}
-    for run in runs:
-        by_source.setdefault(str(run.certificate["data"]["source"]), []).append(run)
-    found = ((source, composed(each)) for source, each in by_source.items())
-    return {
-        "together": [{"source": source, **together} for source, together in found if together is not None],
-        "without_privacy": sum(run.epsilon is None for run in runs),
-    }
 
 
 def is_begun(run: Path) -> bool:

@@ -13,6 +13,7 @@ from dpvision.config import RunConfig
 from dpvision.files import disk_errors, write_atomically
 from dpvision.recipes import MEANS_NOTHING, find_recipe, place_data, quick_config
 from dpvision.recipes.recipe import Recipe, changed
+from dpvision.reproduce.bills import Bill, read_bills, released_together
 from dpvision.reproduce.chart import draw_table
 from dpvision.reproduce.figures import (
     Failure,
@@ -22,7 +23,6 @@ from dpvision.reproduce.figures import (
     is_finished,
     json_text,
     read_figures,
-    released_together,
 )
 from dpvision.reproduce.page import markdown
 from dpvision.reproduce.table import Row, Table
@@ -72,11 +72,15 @@ class Job:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What came of a job, and the files that tell it. ``sources`` are runs that gave first weights to others."""
+    """What came of a job, and the files that tell it.
+
+    ``sources`` are runs that gave first weights to others; ``bills`` are those of all runs in the folder.
+    """
 
     job: Job
     results: tuple[RowResult, ...]
     sources: tuple[Figures, ...] = ()
+    bills: tuple[Bill, ...] = ()
     interrupted: bool
     written: tuple[Path, ...] = ()
 
@@ -97,7 +101,7 @@ class Report:
             "interrupted": self.interrupted,
             "rows": [result.to_dict() for result in self.results],
             "sources": [run.to_dict() for run in self.sources],
-            **released_together([run for result in self.results for run in result.runs] + list(self.sources)),
+            **released_together(self.bills),
         }
 
 
@@ -114,11 +118,16 @@ class _Stopped(Exception):
     """Somebody asked a run to stop."""
 
 
+class Unfinished(DPVisionError):
+    """A run ended before the last step of its plan."""
+
+
 def reproduce(job: Job, *, watcher: Watcher | None = None) -> Report:
     """Run what is not run yet, and write the table.
 
-    Finished runs are read from their certificates, begun ones go on. A run that fails is written down with its reason
-    and does not stop the others. The files are written anew after every run, so that an interruption costs nothing.
+    Finished runs are read from their certificates, begun ones go on. A run that fails is written down and does not stop
+    the others; why it failed is said to ``watcher`` alone. The files are written anew after every run, so that an
+    interruption costs nothing.
     """
     watcher = watcher or Silence()
     rows = job.table.choose(job.rows)
@@ -164,7 +173,8 @@ def _run_row(job: Job, row: Row, repeat: int, progress: _Progress, watcher: Watc
         figures = _figures_of(job, row.recipe, repeat, watcher)
     except (DPVisionError, RuntimeError, MemoryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        progress.failures.setdefault(row.name, []).append(Failure(repeat, reason))
+        failure = Failure(repeat=repeat, kind=type(error).__name__, reason=reason)
+        progress.failures.setdefault(row.name, []).append(failure)
         watcher.said(f"{row.label}, run {repeat}: failed: {reason}")
         return
     progress.runs.setdefault(row.name, []).append(figures)
@@ -198,21 +208,29 @@ def _finish(run: Path, go: Callable[[], Any]) -> None:
     """Bring the run to its end, unless it is there."""
     if is_begun(run) and is_finished(run):
         return
-    if go().outcome == "stopped":
+    outcome = go().outcome
+    if outcome == "stopped":
         raise _Stopped
+    if outcome != "finished":
+        raise Unfinished(
+            f"{run} spent its budget before the last step of its plan: it forked, and repeated steps were charged. "
+            "It gives no figure; more --repeats give another run."
+        )
 
 
 def _report(job: Job, rows: tuple[Row, ...], progress: _Progress, *, interrupted: bool) -> Report:
+    bills = read_bills(job.folder, smoke_test=job.scale == "quick")
     results = tuple(
         RowResult(
             row=row,
             runs=tuple(progress.runs.get(row.name, ())),
             failures=tuple(progress.failures.get(row.name, ())),
+            bills=tuple(bill for bill in bills if bill.recipe == row.name),
         )
         for row in rows
     )
     sources = tuple(run for name, run in progress.sources.items() if name not in {row.name for row in rows})
-    return Report(job=job, results=results, sources=sources, interrupted=interrupted)
+    return Report(job=job, results=results, sources=sources, bills=bills, interrupted=interrupted)
 
 
 def _write(report: Report, *, picture: bool) -> Report:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from dpvision.certificate import rounded_up
 
 _NOTHING = "–"
 
@@ -22,16 +23,26 @@ def markdown(values: Mapping[str, Any]) -> str:
 
 def table_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     """The table itself."""
-    yield "| row | epsilon | paper, % | median | mean ± std | best | n | epsilon of all its runs |"
+    yield "| row | epsilon | paper, % | median | mean ± std | best | n | epsilon of all its runs by themselves |"
     yield "| --- | --: | --: | --: | --: | --: | --: | --: |"
     for row in rows:
         if row["n"] == 0 and row["failed"]:
             cells = ["failed", _NOTHING, _NOTHING]
         else:
             cells = [_number(row["median"]), _mean(row), _number(row["best"])]
-        together = None if row["together"] is None else row["together"]["epsilon"]
-        first = [row["label"], _epsilon(row["epsilon"]), _number(row["paper"], digits=4)]
-        yield f"| {' | '.join([*first, *cells, str(row['n']), _epsilon(together)])} |"
+        first = [f"{row['label']}{_mark(row)}", _epsilon(row["epsilon"]), _number(row["paper"], digits=4)]
+        yield f"| {' | '.join([*first, *cells, str(row['n']), _together(row)])} |"
+
+
+def _mark(row: Mapping[str, Any]) -> str:
+    return "" if all(run["for_release"] for run in row["runs"]) else " (not for release)"
+
+
+def _together(row: Mapping[str, Any]) -> str:
+    together = row["together"]
+    if together is None:
+        return _NOTHING
+    return "void" if together["void"] else _epsilon(together["epsilon"])
 
 
 def _mean(row: Mapping[str, Any]) -> str:
@@ -47,8 +58,7 @@ def _number(value: float | None, *, digits: int | None = None) -> str:
 
 
 def _epsilon(value: float | None) -> str:
-    """Rounded up: a bound that is shown must be one."""
-    return _NOTHING if value is None else f"{math.ceil(value * 1000) / 1000:g}"
+    return _NOTHING if value is None else rounded_up(value)
 
 
 def _notes(values: Mapping[str, Any]) -> Iterator[str]:
@@ -59,18 +69,22 @@ def _notes(values: Mapping[str, Any]) -> Iterator[str]:
     yield from release_lines(values)
     yield ""
     yield from failure_lines(values)
+    yield from stamp_lines(values)
     for row in values["rows"]:
         yield f"- {row['label']}: paper: {row['paper_words']}"
 
 
 def release_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """What the runs cost together."""
-    yield "Every run is a release of its own with an epsilon of its own. Released together, they compose:"
+    """What all runs that lie in the folder cost together."""
+    yield "Every run is a release of its own, with an epsilon of its own. Released together, all runs in this folder"
+    yield "compose, also those that failed, were stopped or are not in this table:"
     for each in values["together"]:
-        bound = f"epsilon {_epsilon(each['epsilon'])} at delta {each['delta']:g}"
-        yield f"- {_runs(each['runs'])} with privacy on {each['source']}: {bound} (PLD over all ledgers)"
-    if values["without_privacy"]:
-        yield f"- {_runs(values['without_privacy'])} without privacy: no guarantee for whoever is in their data"
+        runs = f"{_runs(each['runs'])} on {each['source']}"
+        if each["void"]:
+            yield f"- {runs}: void, {each['void']}"
+        else:
+            bound = f"epsilon {rounded_up(each['epsilon'])} at delta {rounded_up(each['delta'])} ({each['adjacency']})"
+            yield f"- {runs}: {bound}, by PLD over all ledgers"
 
 
 def _runs(count: int) -> str:
@@ -78,10 +92,17 @@ def _runs(count: int) -> str:
 
 
 def failure_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """The runs that failed, and why."""
+    """The runs that failed. Why may depend on private data: it was said when they were run, and is not written."""
     for row in values["rows"]:
         for failure in row["failed"]:
-            yield f"- failed: {row['label']}, run {failure['repeat']}: {failure['reason']}"
+            yield f"- failed: {row['label']}, run {failure['repeat']}: {failure['kind']}"
+
+
+def stamp_lines(values: Mapping[str, Any]) -> Iterator[str]:
+    """The rows that must not be released, and why."""
+    for row in values["rows"]:
+        for stamp in dict.fromkeys(stamp for run in row["runs"] for stamp in run["stamps"]):
+            yield f"- not for release: {row['label']}: {stamp}"
 
 
 def _commands(values: Mapping[str, Any]) -> Iterator[str]:

@@ -232,12 +232,14 @@ class RunFolder:
         self._write(self.release / name, content)
         self._write(path, json_bytes(dict(sorted({**hashes, name: sha256_hex(content)}.items()))))
 
-    def load_weights(self) -> dict[str, Tensor]:
-        """The released weights, if they are the ones that the certificate names."""
-        certificate = parse_object(read_file(self.release / CERTIFICATE), name=str(self.release / CERTIFICATE))
+    def load_weights(self, *, sha256: str | None = None) -> dict[str, Tensor]:
+        """The released weights, if they are those of that hash; left open, it is the one that the certificate names."""
+        if sha256 is None:
+            certificate = parse_object(read_file(self.release / CERTIFICATE), name=str(self.release / CERTIFICATE))
+            sha256 = certificate.get("weights_sha256")
         path = self.release / WEIGHTS
         content = read_file(path, limit=None)
-        if certificate.get("weights_sha256") != sha256_hex(content):
+        if sha256 != sha256_hex(content):
             raise TamperError(f"{path} is not the file that the certificate names. Get the release anew.")
         return tensors_of(content, name=str(path))
 

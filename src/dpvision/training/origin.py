@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from dpvision.certificate import parse_certificate
+from dpvision.certificate import TRAINING_DATA, Certificate
 from dpvision.checks import ArgumentError, TamperError
 from dpvision.config import ModelConfig, PriorRelease, RunConfig, TransferConfig
 from dpvision.data import Normalisation
-from dpvision.ledger import read_ledger
-from dpvision.runfolder import CERTIFICATE, RunFolder, parse_object, read_file, sha256_hex
+from dpvision.runfolder import CERTIFICATE, CONFIG, LEDGER, RunFolder, parse_object, read_file, sha256_hex
+from dpvision.training.ancestry import FIRST_WEIGHTS, lineage
 from dpvision.transfer import KNOWN_WEIGHTS, draw_mean_var, find_known, fit, read_weights
+from dpvision.verify import require_verified
 
-FIRST_WEIGHTS = "first weights"
+MOST_RUNS = 50
+"""As far back as a history is carried along; a longer one is nobody's, and could not be written any more."""
 
 
 @final
@@ -46,6 +48,7 @@ def origin_of(transfer: TransferConfig, data_dir: Path | None) -> Origin:
         if not path.is_file():
             names = ", ".join(KNOWN_WEIGHTS)
             raise ArgumentError(f"weights must be a file, a run's folder or one of {names}, got {transfer.weights!r}.")
+        _require_no_run(path)
         tensors, content = read_weights(path)
         found = Origin(
             tensors=tensors,
@@ -64,28 +67,61 @@ def origin_of(transfer: TransferConfig, data_dir: Path | None) -> Origin:
     return found
 
 
+def _require_no_run(path: Path) -> None:
+    """Refuse a file out of a run: its weights come with a certificate, and without it they would pass for public."""
+    for folder in path.resolve().parents[:3]:  # a run's deepest files are private/checkpoints/*
+        if (folder / CERTIFICATE).exists() or (folder / "release" / LEDGER).exists():
+            run = folder.parent if folder.name == "release" else folder
+            raise ArgumentError(
+                f"weights must be a run's folder where they are of a run, got a file in {run}. Give the folder that "
+                "holds release/, so that its certificate counts."
+            )
+
+
 def _of_run(path: Path, transfer: TransferConfig) -> Origin:
+    """The release of an earlier run, checked as ``dpvision verify`` does, with the history that it tells."""
     folder = RunFolder.open(path)
-    at = folder.release / CERTIFICATE
-    certificate = parse_certificate(parse_object(read_file(at), name=str(at)))
-    header = read_ledger(folder.ledger_path)[0].payload
-    data = str(certificate.data.get("source", "unknown"))
+    certificate, ledger = require_verified(path)
+    # The ledger's names, which stay when a fork goes on with other data; an old ledger has none.
+    noted = tuple(item.how for item in certificate.declared if item.what == TRAINING_DATA)
+    data = noted or (str(certificate.data.get("source", "unknown")),)
+    own = _own_transfer(folder, certificate)
     return Origin(
-        tensors=folder.load_weights(),
+        tensors=folder.load_weights(sha256=certificate.weights_sha256),
         rename=transfer.rename,
         sha256=certificate.weights_sha256,
-        source=transfer.source or data,
+        source=transfer.source or ", ".join(data),
         licence=transfer.licence,
         prior=PriorRelease(
-            run_id=str(header["run_id"]),
+            run_id=str(ledger[0].payload["run_id"]),
             data=data,
             privacy_unit=certificate.privacy_unit,
+            adjacency=certificate.adjacency,
             epsilon=certificate.epsilon,
             delta=certificate.delta,
             stamps=tuple(certificate.stamps),
-            began_elsewhere=any(item.what == FIRST_WEIGHTS for item in certificate.declared),
+            began_elsewhere=own is not None or any(item.what == FIRST_WEIGHTS for item in certificate.declared),
+            transfer=_parsed(own),
         ),
     )
+
+
+def _own_transfer(folder: RunFolder, certificate: Certificate) -> object:
+    """What the earlier run's configuration says of its own first weights."""
+    path = folder.release / CONFIG
+    content = read_file(path)
+    if sha256_hex(content) != certificate.config_sha256:
+        raise TamperError(f"{path} is not the file that the certificate names. Get the release anew.")
+    return parse_object(content, name=str(path)).get("transfer")
+
+
+def _parsed(own: object) -> TransferConfig | None:
+    """The same as a value; None where there is none or this version can't read it: the latter is a gap, and stamped."""
+    try:
+        found = TransferConfig.model_validate(own)
+    except ValidationError:
+        return None
+    return found if len(list(lineage(found))) <= MOST_RUNS else None
 
 
 def resolved_transfer(config: RunConfig) -> tuple[RunConfig, Normalisation | None]:
@@ -109,76 +145,6 @@ def put_weights(model: nn.Module, config: RunConfig, *, build: Callable[[], nn.M
         draw_mean_var(model, build(), origin.tensors, rename=origin.rename, seed=seed)
     else:
         fit(model, origin.tensors, rename=origin.rename)
-
-
-def transfer_declarations(config: RunConfig, *, planned_epsilon: float | None) -> list[tuple[str, str]]:
-    """What the certificate says of the first weights and of what learns."""
-    transfer = config.transfer
-    if transfer is None:
-        return []
-    name = Path(transfer.weights).name
-    licence = f", licence {transfer.licence}" if transfer.licence else ", licence not stated"
-    file = f"{name} (SHA-256 {transfer.sha256}), trained on {transfer.source}{licence}"
-    found = [(FIRST_WEIGHTS, f"{file}: {_standing(transfer.prior)}")]
-    composed = _composition(config, planned_epsilon)
-    if composed is not None:
-        found.append(("first weights and this run together", composed))
-    found.append(("what learns", _what_learns(transfer)))
-    return found
-
-
-def transfer_stamps(config: RunConfig) -> tuple[str, ...]:
-    """Reasons against a release that the first weights bring along."""
-    prior = None if config.transfer is None else config.transfer.prior
-    if prior is None or not config.privacy.enabled:
-        return ()
-    if prior.epsilon is not None:
-        return tuple(f"the first weights are of a run that is not for release: {stamp}" for stamp in prior.stamps)
-    if prior.data == Path(config.data.source).name:
-        return (f"the first weights were trained without privacy on {prior.data}, the data of this very run",)
-    return ()
-
-
-def _standing(prior: PriorRelease | None) -> str:
-    if prior is None or prior.epsilon is None:
-        made = "" if prior is None else f"by run {prior.run_id}, without privacy; "
-        return f"{made}declared public, and this run's epsilon protects none of that data"
-    more = "; it began with earlier weights itself, see its certificate" if prior.began_elsewhere else ""
-    return (
-        f"the release of run {prior.run_id}, private for one {prior.privacy_unit} at epsilon {_up(prior.epsilon)}, "
-        f"delta {prior.delta:g}; charged there, not here{more}"
-    )
-
-
-def _composition(config: RunConfig, planned_epsilon: float | None) -> str | None:
-    """Basic composition with the earlier run, for whoever is in both sets of data."""
-    prior = None if config.transfer is None else config.transfer.prior
-    own_delta = config.privacy.delta
-    if prior is None or prior.epsilon is None or prior.delta is None or planned_epsilon is None or own_delta is None:
-        return None
-    return (
-        f"whoever is in the data of both is protected by their sum: epsilon at most "
-        f"{_up(prior.epsilon + planned_epsilon)} at delta {prior.delta + own_delta:g} (basic composition of "
-        f"{_up(prior.epsilon)} and this run's plan of {_up(planned_epsilon)}); this certificate's own epsilon counts "
-        "this run alone"
-    )
-
-
-def _what_learns(transfer: TransferConfig) -> str:
-    words = {
-        "head": "the head alone, drawn anew; all else stays as it was loaded",
-        "last": f"the last {transfer.stages} stages, the head drawn anew; all else stays as it was loaded",
-        "all": "everything, the head drawn anew",
-        "head_then_all": f"the head, drawn anew, for {transfer.head_steps} steps, then everything",
-    }
-    if transfer.initialisation == "mean_var":
-        return "everything, each layer drawn with the mean and variance that it has in the first weights"
-    return words[transfer.trained]
-
-
-def _up(value: float) -> str:
-    """Rounded up: a bound that is shown must be one."""
-    return f"{math.ceil(value * 1e4) / 1e4:g}"
 
 
 def _data_dir(config: RunConfig) -> Path | None:

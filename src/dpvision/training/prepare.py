@@ -141,8 +141,8 @@ def require_other_pictures(config: RunConfig) -> None:
     source = Path(config.data.source).name.lower()
     if config.privacy.enabled and isinstance(constants, str) and source.startswith(constants.lower()):
         raise ArgumentError(
-            f"constants must come from other pictures than the private ones, got {constants!r} for {source}: they would "
-            "be released without noise. Choose standardise=group."
+            f"constants must come from other pictures than the private ones, got {constants!r} for {source}: they "
+            "would be released without noise. Choose standardise=group."
         )
 
 

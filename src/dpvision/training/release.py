@@ -15,7 +15,6 @@ from dpvision.ledger import read_ledger
 from dpvision.runfolder import sha256_hex, weights_bytes
 from dpvision.training.declare import not_covered
 from dpvision.training.loop import Outcome
-from dpvision.training.origin import transfer_stamps
 from dpvision.training.session import Session
 
 
@@ -66,7 +65,7 @@ def write_release(session: Session, *, outcome: Outcome) -> RunResult:
             data=public_description(session),
             software=software(),
         ),
-        disclosures=Disclosures(not_covered=not_covered(session.pictures), stamps=transfer_stamps(session.config)),
+        disclosures=Disclosures(not_covered=not_covered(session.pictures)),
     )
     metrics = metrics_of(session)
     session.folder.write_release(weights=weights, certificate=certificate, metrics=metrics, config=config)
@@ -78,7 +77,7 @@ def write_release(session: Session, *, outcome: Outcome) -> RunResult:
 def public_description(session: Session) -> dict[str, Any]:
     """What may be said of the data: declared facts, and nothing that was counted in it."""
     return {
-        "source": Path(session.config.data.source).name,
+        "source": session.config.data.name,
         "class_names": list(session.pictures.train.class_names),
         "image_shape": list(session.pictures.train.image_shape),
         "num_units": session.config.plan.num_units,

@@ -15,6 +15,7 @@ from dpvision.keys import Keys
 from dpvision.ledger import Ledger, charges_of, read_ledger
 from dpvision.noise import standard_normals
 from dpvision.runfolder import Checkpoint, RunFolder, StoredKey
+from dpvision.training.ancestry import note_ancestry
 from dpvision.training.binding import Binding, bound_keys, current_binding, differences
 from dpvision.training.declare import declarations
 from dpvision.training.features import RunFeatures, Say, run_features
@@ -57,6 +58,7 @@ def begin(
     ledger = Ledger.create(folder.ledger_path, ledger_header(config, run_id, hand_seeded=keys.hand_seeded))
     for what, how in declarations(config, pictures):
         ledger.note("declare", {"what": what, "how": how})
+    note_ancestry(ledger, config)
     normalisation = normalise(config, pictures, bound, ledger)
     config = config.with_normalisation(normalisation.mean, normalisation.std)
     folder.write_whole_config(config.to_json())
@@ -110,6 +112,7 @@ def come_back(path: Path, *, allow_fork: bool, device: str, say: Say = silently)
         folder.save_key(stored.keys, run_id=stored.run_id, bindings=bindings)
         notes.append(f"{', '.join(changed)} changed: the run forks, with other noise, and repeated steps are charged.")
     fork = note_forks(ledger, bindings, checkpoint)
+    note_ancestry(ledger, config)  # a fork may have brought other data
     place = Place(folder, ledger, bound_keys(stored.keys, bindings[-1], fork), fork, device)
     learner = replace(learner, features=features)
     session = assemble(
@@ -138,7 +141,7 @@ def binding_of(config: RunConfig, pictures: Pictures, *, run_id: str, device: st
 
 def with_features(binding: Binding, features: RunFeatures | None) -> Binding:
     """The same facts and the very bits of the features, which a step's sum is made of."""
-    return binding if features is None else {**binding, "features": features.train.digest}
+    return binding if features is None else {**binding, "features": f"{features.train.digest} {features.test.digest}"}
 
 
 def ledger_header(config: RunConfig, run_id: str, *, hand_seeded: bool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dpvision.transfer.fit import draw_mean_var, fit
-from dpvision.transfer.known import KNOWN_WEIGHTS, KnownWeights, find_known
+from dpvision.transfer.known import KNOWN_WEIGHTS, KnownWeights, find_known, known_by_hash
 from dpvision.transfer.trained import head_of, trained_names
 from dpvision.transfer.weights import read_weights
 
@@ -14,6 +14,7 @@ __all__ = [
     "find_known",
     "fit",
     "head_of",
+    "known_by_hash",
     "read_weights",
     "trained_names",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -20,17 +21,19 @@ def fit(model: nn.Module, tensors: Mapping[str, Tensor], *, rename: Mapping[str,
     ``rename`` maps prefixes of their names to ours; the longest that fits counts. Statistics of a BatchNorm that is a
     GroupNorm here are left out.
 
-    Guarantee: every weight below the head comes from the file and none is left over; otherwise nothing is copied, and
-    the error names all that is missing, unexpected or of another shape.
+    Guarantee: every weight below the head comes from the file and none is left over or there twice; otherwise nothing
+    is copied, and the error names all that is missing, unexpected, there twice or of another shape.
     """
     head_name = f"{head_of(model)}."
     wanted = {name: value for name, value in model.state_dict().items() if head or not name.startswith(head_name)}
+    times = Counter(renamed(name, rename) for name in tensors)
     given = {renamed(name, rename): value for name, value in tensors.items()}
     given = {
         name: value
         for name, value in given.items()
         if (head or not name.startswith(head_name)) and not (name not in wanted and _is_statistic(name, wanted))
     }
+    twice = [name for name in given if times[name] > 1]
     missing = [name for name in wanted if name not in given and not name.endswith(".num_batches_tracked")]
     unexpected = [name for name in given if name not in wanted]
     misshapen = [
@@ -38,8 +41,13 @@ def fit(model: nn.Module, tensors: Mapping[str, Tensor], *, rename: Mapping[str,
         for name, value in wanted.items()
         if name in given and given[name].shape != value.shape
     ]
-    if missing or unexpected or misshapen:
-        parts = (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
+    if missing or unexpected or twice or misshapen:
+        parts = (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("there twice, once renamed", twice),
+            ("of another shape", misshapen),
+        )
         found = "; ".join(f"{what}: {', '.join(names)}" for what, names in parts if names)
         raise ArgumentError(f"the weights don't fit the model; {found}. Choose their own model, or rename.")
     own = model.state_dict()

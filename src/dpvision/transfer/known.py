@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import final
 
@@ -10,12 +11,17 @@ from dpvision.checks import DataError
 from dpvision.data import Normalisation, cache_folder
 
 IMAGENET = "ImageNet (ILSVRC2012)"
+# Names under which pictures of ImageNet go about: ImageNette and the like are parts of it.
+IMAGENET_NAMES = ("*imagenet*", "*imagewoof*", "*ilsvrc*")
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class KnownWeights:
-    """A published file: ``model`` and ``options`` are what the catalogue makes for it where no model is named."""
+    """A published file: ``model`` and ``options`` are what the catalogue makes for it where no model is named.
+
+    ``data_names`` are patterns for the names of data that it was trained on, wholly or in part.
+    """
 
     name: str
     model: str
@@ -25,8 +31,13 @@ class KnownWeights:
     source: str
     licence: str
     normalisation: Normalisation
+    data_names: tuple[str, ...]
     rename: dict[str, str] = field(default_factory=dict)
     options: dict[str, int] = field(default_factory=dict)
+
+    def covers(self, data: str) -> bool:
+        """Whether data of that name belong to what the weights were trained on."""
+        return any(fnmatchcase(data.lower(), pattern) for pattern in self.data_names)
 
 
 def _constants(mean: tuple[float, ...], std: tuple[float, ...]) -> Normalisation:
@@ -51,6 +62,7 @@ _ALL = (
         source=IMAGENET,
         licence="Apache-2.0",
         normalisation=_constants((127 / 255,) * 3, (128 / 255,) * 3),
+        data_names=IMAGENET_NAMES,
         rename=_lite_names(),
         options={"resize_to": 128},
     ),
@@ -63,9 +75,15 @@ _ALL = (
         source=IMAGENET,
         licence="CC BY 4.0",
         normalisation=_constants((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+        data_names=IMAGENET_NAMES,
     ),
 )
 KNOWN_WEIGHTS: dict[str, KnownWeights] = {each.name: each for each in _ALL}
+
+
+def known_by_hash(sha256: str | None) -> KnownWeights | None:
+    """The known set with that file, under whatever name it was given."""
+    return next((known for known in KNOWN_WEIGHTS.values() if known.sha256 == sha256), None)
 
 
 def find_known(known: KnownWeights, data_dir: Path | None) -> Path:

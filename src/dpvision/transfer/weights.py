@@ -12,17 +12,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from dpvision.checks import DataError
+from dpvision.data import read_member
 from dpvision.files import disk_errors
 
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 _KINDS = ".safetensors, .pt, .pth, .bin, .npz"
+# Trained weights hardly shrink when they are packed: what grows by more than this is meant to fill the memory.
+MAX_GROWTH = 100
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], bytes]:
@@ -30,10 +32,12 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], bytes]:
 
     Guarantee: nothing in the file is executed: torch files are read with ``weights_only``, arrays without pickle.
     """
-    with disk_errors(f"read {path}"):
-        content = path.read_bytes()
     try:
+        with disk_errors(f"read {path}"):
+            content = path.read_bytes()
         found = _parse(content, kind=path.suffix.lower())
+    except MemoryError as error:
+        raise DataError(f"{path} does not fit into memory.") from error
     except (SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, ValueError) as error:
         raise DataError(f"{path} can't be read as weights: {_first_line(error)}") from error
     except (
@@ -55,14 +59,33 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], bytes]:
 def _parse(content: bytes, *, kind: str) -> dict[str, Tensor] | None:
     if kind == ".safetensors":
         return load_safetensors(content)
+    _refuse_growth(content)
     if kind == ".npz":
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            return {name: torch.from_numpy(np.asarray(arrays[name])) for name in arrays.files}
+        return _arrays(content)
     if kind not in (".pt", ".pth", ".bin"):
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of other pickle protocols: it works, or it is an error
         return _state_of(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+
+
+def _refuse_growth(content: bytes) -> None:
+    """Refuse an archive that unpacks to far more than it is."""
+    if not zipfile.is_zipfile(io.BytesIO(content)):
+        return
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        size = sum(member.file_size for member in archive.infolist())
+    if size > MAX_GROWTH * len(content):
+        raise ValueError(f"it would unpack to {size} bytes, more than {MAX_GROWTH} times what it is")
+
+
+def _arrays(content: bytes) -> dict[str, Tensor]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
+        found = {m.filename.removesuffix(".npy"): torch.from_numpy(read_member(archive, m)) for m in members}
+    if len(found) < len(members):
+        raise ValueError("two of its arrays have one name")
+    return found
 
 
 def _state_of(found: Any) -> dict[str, Tensor] | None:

@@ -23,7 +23,6 @@ from dpvision.grads.shares import (
 )
 from dpvision.native import skinny
 
-
 _RUN: Final = 512
 """Rows that are added up in one product."""
 

@@ -1,0 +1,135 @@
+"""What the first weights bring along from the runs and files before them: words, sums and reasons against a release."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from dpvision.certificate import NOT_FOR_RELEASE, TRAINING_DATA, rounded_up
+from dpvision.config import PriorRelease, RunConfig, TransferConfig
+from dpvision.ledger import Ledger
+from dpvision.transfer import known_by_hash
+
+FIRST_WEIGHTS = "first weights"
+_OF_A_STAMPED_RUN = "the first weights are of a run that is not for release: "
+
+
+def lineage(transfer: TransferConfig | None) -> Iterator[TransferConfig]:
+    """Where the weights of this run came from, then where those of that run came from, and so on."""
+    while transfer is not None:
+        yield transfer
+        transfer = None if transfer.prior is None else transfer.prior.transfer
+
+
+def transfer_declarations(config: RunConfig, *, planned_epsilon: float | None) -> list[tuple[str, str]]:
+    """What the certificate says of the first weights, of all that came before them, and of what learns."""
+    if config.transfer is None:
+        return []
+    found = [
+        (FIRST_WEIGHTS if back == 0 else f"{FIRST_WEIGHTS}, runs back: {back}", _origin_text(transfer))
+        for back, transfer in enumerate(lineage(config.transfer))
+    ]
+    composed = _composition(config, planned_epsilon)
+    if composed is not None:
+        found.append(("first weights and this run together", composed))
+    found.append(("what learns", _what_learns(config.transfer)))
+    return found
+
+
+def note_ancestry(ledger: Ledger, config: RunConfig) -> None:
+    """Write what no later file can take back then: the name of the data, and the reasons against a release."""
+    ledger.note("declare", {"what": TRAINING_DATA, "how": config.data.name})
+    for stamp in transfer_stamps(config):
+        ledger.note("declare", {"what": NOT_FOR_RELEASE, "how": stamp})
+
+
+def transfer_stamps(config: RunConfig) -> tuple[str, ...]:
+    """Reasons against a release that the first weights bring along, from however far back."""
+    if not config.privacy.enabled:
+        return ()
+    data = config.data.name
+    found = [stamp for transfer in lineage(config.transfer) for stamp in _stamps_of(transfer, data)]
+    return tuple(dict.fromkeys(found))
+
+
+def _stamps_of(transfer: TransferConfig, data: str) -> Iterator[str]:
+    prior, known = transfer.prior, known_by_hash(transfer.sha256)
+    if known is not None and known.covers(data):
+        yield f"the first weights were trained without privacy on {known.source}, which {data} is a part of"
+    if prior is None:
+        return
+    if prior.epsilon is not None:
+        yield from (f"{_OF_A_STAMPED_RUN}{stamp.removeprefix(_OF_A_STAMPED_RUN)}" for stamp in prior.stamps)
+    elif data in prior.data:
+        yield f"the first weights come from a run without privacy on {data}, the data of this very run"
+    if _is_gap(prior):
+        yield f"the first weights come from run {prior.run_id}, and what that run began with is not known"
+
+
+def _is_gap(prior: PriorRelease) -> bool:
+    """Whether the run began with weights from elsewhere of which its configuration does not tell."""
+    return prior.began_elsewhere and prior.transfer is None
+
+
+def _origin_text(transfer: TransferConfig) -> str:
+    licence = f", licence {transfer.licence}" if transfer.licence else ", licence not stated"
+    known = known_by_hash(transfer.sha256)
+    trained_on = transfer.source if known is None else known.source
+    if transfer.prior is not None:
+        trained_on = ", ".join(transfer.prior.data)
+    if transfer.source not in (None, trained_on):
+        trained_on = f"{trained_on} (whoever configured the run adds: {transfer.source})"
+    file = f"{Path(transfer.weights).name} (SHA-256 {transfer.sha256}), trained on {trained_on}{licence}"
+    return f"{file}: {_standing(transfer.prior)}"
+
+
+def _standing(prior: PriorRelease | None) -> str:
+    gap = "; what it began with itself is not known" if prior is not None and _is_gap(prior) else ""
+    if prior is None or prior.epsilon is None or prior.delta is None:
+        made = "" if prior is None else f"by run {prior.run_id}, without privacy; "
+        return f"{made}declared public, and this run's epsilon protects none of that data{gap}"
+    return (
+        f"the release of run {prior.run_id}, private for {_protects(prior.privacy_unit, prior.adjacency)} at epsilon "
+        f"{rounded_up(prior.epsilon)}, delta {rounded_up(prior.delta)}; charged there, not here{gap}"
+    )
+
+
+def _protects(privacy_unit: str | None, adjacency: str | None) -> str:
+    return f"one {privacy_unit} ({adjacency or 'adjacency not known'})"
+
+
+def _composition(config: RunConfig, planned_epsilon: float | None) -> str | None:
+    """Basic composition with every private run before this one, for whoever is in the data of all of them."""
+    runs = [transfer.prior for transfer in lineage(config.transfer) if transfer.prior is not None]
+    private = [(run, run.epsilon, run.delta) for run in runs if run.epsilon is not None and run.delta is not None]
+    own_delta = config.privacy.delta
+    if not private or planned_epsilon is None or own_delta is None:
+        return None
+    if any(_is_gap(run) for run in runs):
+        return "no common figure: not all the runs are known that the first weights come from"
+    kinds = [_protects(run.privacy_unit, run.adjacency) for run, _, _ in private]
+    kinds.append(_protects(config.privacy.privacy_unit, config.privacy.adjacency))
+    if len(set(kinds)) > 1:
+        return f"no common figure: the runs protect {', '.join(kinds)}, and such epsilons don't add up"
+    epsilons = [epsilon for _, epsilon, _ in private]
+    total = rounded_up(math.fsum([*epsilons, planned_epsilon]))
+    delta = rounded_up(math.fsum([*(delta for _, _, delta in private), own_delta]))
+    nobody = "; whoever is in the data of a run without privacy has no guarantee" if len(private) < len(runs) else ""
+    return (
+        f"whoever is in the data of this run and of {len(private)} before it is protected by their sum: epsilon at "
+        f"most {total} at delta {delta} (basic composition of {', '.join(map(rounded_up, epsilons))} and this run's "
+        f"plan of {rounded_up(planned_epsilon)}); this certificate's own epsilon counts this run alone{nobody}"
+    )
+
+
+def _what_learns(transfer: TransferConfig) -> str:
+    words = {
+        "head": "the head alone, drawn anew; all else stays as it was loaded",
+        "last": f"the last {transfer.stages} stages, the head drawn anew; all else stays as it was loaded",
+        "all": "everything, the head drawn anew",
+        "head_then_all": f"the head, drawn anew, for {transfer.head_steps} steps, then everything",
+    }
+    if transfer.initialisation == "mean_var":
+        return "everything, each layer drawn with the mean and variance that it has in the first weights"
+    return words[transfer.trained]

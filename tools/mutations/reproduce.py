@@ -1,0 +1,94 @@
+"""Breakages of what a table of runs claims, and of what a plan shows."""
+
+from __future__ import annotations
+
+from tools.mutations.mutation import mutations
+
+REPRODUCE = (
+    *mutations(
+        "test_reproduce_bills",
+        "reproduce/bills.py",
+        ("failed and stopped runs are free", "if path.is_dir())", 'if (path / "certificate.json").exists())'),
+        ("no stamp voids", "voids=tuple(stamp for stamp in stamps if stamp not in passed),", "voids=(),"),
+        ("a certificate's own stamps are not read", "    if path.exists():\n", "    if False:\n"),
+        (
+            "a ledger that was cut is believed",
+            "            require_mark(entries, length=length, head=head, path=folder.ledger_path)\n",
+            "            pass\n",
+        ),
+        (
+            "what can't be read is free",
+            "        return Bill(run=name, source=None, voids=(UNREADABLE,))\n",
+            "        return None\n",
+        ),
+        ("a ledger that was taken away is free", "if not marks and not folder", "if not folder"),
+        ("unknown data is nobody's", "composed([*group, *unknown])", "composed(group)"),
+        ("parts of a dataset are another one", '"cifar100" if source in subset_sources() else source', "source"),
+        ("every run saw its own data", "setdefault(bill.source, [])", "setdefault(bill.run, [])"),
+        ("only the first run counts", "charge for bill in bills for", "charge for bill in bills[:1] for"),
+        (
+            "adjacencies are mixed",
+            "    if len({(bill.adjacency, bill.privacy_unit) for bill in bills}) > 1:\n",
+            "    if False:\n",
+        ),
+    ),
+    *mutations(
+        "test_reproduce test_reproduce_bills",
+        "reproduce/job.py",
+        ("a run without its last steps is a figure", '    if outcome != "finished":\n', "    if False:\n"),
+        ("a smoke test passes for a release", 'seed = repeat if job.scale == "quick" else None', "seed = None"),
+        ("no ledger is read", "    bills = read_bills(", "    bills = () and read_bills("),
+        ("a seed set by hand passes", "smoke_test=job.scale ==", "smoke_test=job.scale !="),
+    ),
+    *mutations(
+        "test_reproduce test_reproduce_bills",
+        "reproduce/figures.py",
+        ("reasons are written down", '"kind": self.kind', '"kind": self.reason'),
+        ("a changed release is a figure", "    if not found.ok:\n", "    if False:\n"),
+        (
+            "a stopped run is a finished one",
+            'return bool(curve) and curve[-1].get("step") == config.privacy.steps',
+            "return True",
+        ),
+    ),
+    *mutations(
+        "test_reproduce test_reproduce_bills",
+        "reproduce/page.py",
+        ("a table rounds to the nearest", "else rounded_up(value)", 'else f"{value:.4g}"'),
+        ("no row is marked", '"" if all(run["for_release"] for run in row["runs"]) else', '"" if True else'),
+        ("a void row looks free", 'return "void" if together["void"] else', 'return "0" if together["void"] else'),
+    ),
+    *mutations(
+        "test_plan_curve test_plan_scaling",
+        "cli/planning.py",
+        (
+            "the search's cost is rounded to the nearest",
+            "{rounded_up(figures['search']['epsilon'])} by itself",
+            "{figures['search']['epsilon']:.4g} by itself",
+        ),
+        (
+            "a scaled epsilon is rounded to the nearest",
+            'rounded_up(v) if name == "epsilon" else _short(v)',
+            "_short(v)",
+        ),
+        (
+            "a plan's epsilon is rounded to the nearest",
+            "rounded_up(row.guarantee.epsilon)",
+            "_short(row.guarantee.epsilon)",
+        ),
+        (
+            "papers are counted by add_remove always",
+            "delta=setting.delta, adjacency=adjacency)",
+            "delta=setting.delta)",
+        ),
+    ),
+    *mutations(
+        "test_recipes",
+        "cli/train.py",
+        (
+            "a quick run is not stamped",
+            "seed = 0 if quick and unsafe_seed is None else unsafe_seed",
+            "seed = unsafe_seed",
+        ),
+    ),
+)
