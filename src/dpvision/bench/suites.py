@@ -74,7 +74,7 @@ def _targets() -> tuple[Item, ...]:
         item(Target(ratio=0.80, memory_ratio=1.0), "smoothnet", batch=256),
         item(Target(ratio=0.70, memory_ratio=1.0), "resnet9", batch=32, image_size=160),
         item(Target(ratio=0.70, memory_ratio=1.0), "unet9", batch=32, image_size=128),
-        item(Target(ratio=1.0, plain_ratio=1.0), "shoefit_cnn", batch=256),
+        item(Target(ratio=1.0), "shoefit_cnn", batch=256),
         item(Target(ratio=1.0), "linear", batch=4096, image_size=1, in_channels=2048),
     )
 
