@@ -92,3 +92,14 @@ def assert_same_traces(before: dict[str, object], after: dict[str, object]) -> N
             torch.testing.assert_close(after[key], value, rtol=0, atol=0, equal_nan=True)
         else:
             assert after[key] == value, key
+
+
+class Root(nn.Module):
+    """A layer, then a square root: finite outputs, but an infinite gradient at zero, in the first layer alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).abs().sqrt())

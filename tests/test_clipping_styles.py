@@ -20,7 +20,7 @@ from dpvision.grads.clip import GAMMA, Clip, clip_factors
 from dpvision.mechanism import CLIPPINGS, Clipping
 from dpvision.models.layers import ScalarGain, WSConv2d
 from grads_networks import NETWORKS
-from grads_support import PaddedDraw, cross_entropy, distance, relative_error, total_norm, wavy_loss
+from grads_support import PaddedDraw, Root, cross_entropy, distance, relative_error, total_norm, wavy_loss
 
 NEW: tuple[Clipping, ...] = ("automatic", "per_layer")
 CLIP_NORMS = (0.05, 2.5)
@@ -294,17 +294,6 @@ def test_a_unit_that_is_not_finite_adds_exactly_zero(clipping: Clipping, bad: fl
     )
     assert all(torch.isfinite(part).all() for part in found.values())
     assert relative_error(found, rest) < 1e-5
-
-
-class Root(nn.Module):
-    """A layer, then a square root: finite outputs, but an infinite gradient at zero, in the first layer alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).abs().sqrt())
 
 
 @each_style

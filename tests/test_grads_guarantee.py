@@ -14,7 +14,7 @@ from dpvision.checks import ArgumentError
 from dpvision.flow import ClippedSum
 from dpvision.grads import Performance, clipped_sum, clipped_sum_of_batch, oracle, ordinary_gradient
 from dpvision.models.layers import WSConv2d
-from grads_support import PaddedDraw, cross_entropy, distance, relative_error, total_norm, wavy_loss
+from grads_support import PaddedDraw, Root, cross_entropy, distance, relative_error, total_norm, wavy_loss
 
 CLIP_NORMS = (0.37, 2.5)
 
@@ -200,17 +200,6 @@ def test_a_unit_that_is_not_finite_contributes_exactly_zero(
     ).gradients
     assert all(torch.isfinite(part).all() for part in found.values())
     assert relative_error(found, rest) < 1e-5
-
-
-class Root(nn.Module):
-    """A layer, then a square root: finite outputs, but an infinite gradient at zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).abs().sqrt())
 
 
 def test_an_infinite_gradient_of_finite_outputs_contributes_zero() -> None:

@@ -84,7 +84,7 @@ DATA = (
         ),
         ("every step draws the same", 'self._num_units, "sampling", step)', 'self._num_units, "sampling")'),
         ("rows of a unit are summed", "(there_UR / count_U).astype(np.float32)", "there_UR.astype(np.float32)"),
-        ("padding shows somebody's picture", "        if len(absent):", "        if False:"),
+        ("padding shows somebody's picture", "    if len(absent):", "    if False:"),
     ),
     *mutations(
         "test_data_statistics",

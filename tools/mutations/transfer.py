@@ -8,7 +8,11 @@ TRANSFER = (
     *mutations(
         "test_features",
         "data/features.py",
-        ("padding rows carry the first picture's features", "        if len(absent):\n", "        if False:\n"),
+        (
+            "padding rows carry the first picture's features",
+            "        inputs, targets = blank_absent(inputs, targets, pictures)\n",
+            "",
+        ),
         (
             "each way of looking has a whole share",
             "row_weights(rows_UR, self.ways)",

@@ -31,8 +31,8 @@ VIEWS = (
         ),
         (
             "padding keeps pictures",
-            "np.flatnonzero(np.repeat(rows, self.views.count) == NO_ROW)",
-            "np.flatnonzero(rows == NO_ROW)",
+            "blank_absent(inputs, targets, np.repeat(rows, self.views.count))",
+            "blank_absent(inputs, targets, rows)",
         ),
         ("views carry labels of others", ".repeat_interleave(self.views.count, dim=0)", ".repeat(self.views.count)"),
         (

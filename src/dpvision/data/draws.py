@@ -157,13 +157,21 @@ class _Pictures:
         inputs = self.normalisation.apply(images, memory_format=self.memory_format)
         inputs = erase_views(inputs, self.views, words_NKJ)
         targets = self.labels.index_select(0, index).repeat_interleave(self.views.count, dim=0)
-        absent = np.flatnonzero(np.repeat(rows, self.views.count) == NO_ROW)
-        if len(absent):
-            # Zeros, so that a padding row can't carry anybody's picture or label anywhere, nor be infinite.
-            where = torch.from_numpy(absent).to(index.device)
-            inputs, targets = inputs.index_fill_(0, where, 0.0), targets.index_fill_(0, where, 0)
+        inputs, targets = blank_absent(inputs, targets, np.repeat(rows, self.views.count))
         weights = torch.from_numpy(row_weights(rows_UR, self.views.count)).to(index.device)
         return Microbatch(inputs, targets, weights)
+
+
+def blank_absent(inputs: Tensor, targets: Tensor, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Both with zeros in the place of every padding row, written in place.
+
+    So that a padding row can't carry anybody's picture, features or label anywhere, nor be infinite.
+    """
+    absent = np.flatnonzero(rows == NO_ROW)
+    if len(absent):
+        where = torch.from_numpy(absent).to(inputs.device)
+        inputs, targets = inputs.index_fill_(0, where, 0.0), targets.index_fill_(0, where, 0)
+    return inputs, targets
 
 
 def joins(words: NDArray[np.uint64], sample_rate: float) -> NDArray[np.bool_]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpvision.checks import DataError, Problems
-from dpvision.data.draws import NO_ROW, PoissonDraws, row_weights
+from dpvision.data.draws import NO_ROW, PoissonDraws, blank_absent, row_weights
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.options import Progress
 from dpvision.files import disk_errors, sync_folder
@@ -158,11 +158,7 @@ class _Rows:
         of_row = of_picture * self.ways + torch.from_numpy(way).to(device)
         inputs = self.values.index_select(0, of_row).to(torch.float32)
         targets = self.labels.index_select(0, of_picture)
-        absent = np.flatnonzero(pictures == NO_ROW)
-        if len(absent):
-            # Zeros, so that a padding row can't carry anybody's features or label anywhere, nor be infinite.
-            where = torch.from_numpy(absent).to(device)
-            inputs, targets = inputs.index_fill_(0, where, 0.0), targets.index_fill_(0, where, 0)
+        inputs, targets = blank_absent(inputs, targets, pictures)
         return Microbatch(inputs, targets, torch.from_numpy(row_weights(rows_UR, self.ways)).to(device))
 
 
