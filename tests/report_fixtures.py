@@ -15,7 +15,7 @@ MNIST_COUNTS = (980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009)
 def certificate(**changes: Any) -> dict[str, Any]:
     """A certificate of MNIST at epsilon 2.93, computed by PLD (q = 0.1, noise multiplier 2.997, 400 steps)."""
     values: dict[str, Any] = {
-        "format": 1,
+        "format": 2,
         "for_release": True,
         "stamps": [],
         "privacy_unit": "example",
@@ -54,6 +54,17 @@ def certificate(**changes: Any) -> dict[str, Any]:
             {"delta": 1e-7, "epsilon": 3.646404},
             {"delta": 1e-8, "epsilon": 3.966070},
         ],
+        "gaussian_dp": {"mu": 0.711286, "epsilon_up_to": 3.966070},
+        "attack_success": [
+            {"false_positive_rate": 0.001, "true_positive_rate": 0.008313},
+            {"false_positive_rate": 0.01, "true_positive_rate": 0.051011},
+            {"false_positive_rate": 0.1, "true_positive_rate": 0.275611},
+        ],
+        "other_units": [],
+        "sampler": "poisson",
+        "divisor": 6000.0,
+        "deployment": {"trust_model": "central"},
+        "attachments": [],
         "ledger": {"length": 402, "head": hashlib.sha256(b"ledger").hexdigest()},
         "weights_sha256": hashlib.sha256(b"weights").hexdigest(),
         "config_sha256": hashlib.sha256(b"config").hexdigest(),

@@ -8,16 +8,26 @@ from typing import Any
 
 import pytest
 
-from dpvision.accounting import guarantee, mechanism_guarantee
+from dpvision.accounting import (
+    gaussian_dp,
+    guarantee,
+    mechanism_guarantee,
+    owner_guarantee,
+    privacy_profile,
+    row_guarantee,
+    true_positive_bound,
+)
 from dpvision.certificate import (
     ALWAYS_DECLARED,
     ALWAYS_UNCOVERED,
+    COUNTED_UNITS,
     HAND_SEEDED,
     NO_PRIVACY,
     Disclosures,
     ReleaseFacts,
     build_certificate,
     parse_certificate,
+    render_certificate_page,
     render_certificate_text,
 )
 from dpvision.checks import ArgumentError, PrivacyError
@@ -33,7 +43,7 @@ FACTS = ReleaseFacts(
 
 
 def ledger_of(
-    folder: Path, *, steps: int = 20, mechanism: Mechanism = MECHANISM, delta: float | None = DELTA
+    folder: Path, *, steps: int = 20, mechanism: Mechanism = MECHANISM, delta: float | None = DELTA, **more: Any
 ) -> Ledger:
     header = {
         "run_id": "r1",
@@ -41,6 +51,7 @@ def ledger_of(
         "adjacency": mechanism.adjacency,
         "num_units": mechanism.num_units,
         "delta": delta,
+        **more,
     }
     ledger = Ledger.create(folder / "ledger.jsonl", header)
     for step in range(steps):
@@ -98,6 +109,78 @@ def test_the_curve_falls_with_delta_and_holds_the_headline(tmp_path: Path) -> No
     assert (made["delta"], made["epsilon"]) in curve
     assert curve == sorted(curve, reverse=True)
     assert [epsilon for _, epsilon in curve] == sorted(epsilon for _, epsilon in curve)
+
+
+def test_the_whole_curve_is_given_as_mu_and_as_bounds_on_attacks(tmp_path: Path) -> None:
+    ledger_of(tmp_path)
+    made = certificate(tmp_path)
+    profile = privacy_profile([(MECHANISM.step_event, 20)], delta=1e-8)
+    known = gaussian_dp(profile)
+    assert made["gaussian_dp"] == {"mu": known.mu, "epsilon_up_to": known.epsilon_up_to}
+    assert made["attack_success"] == [
+        {"false_positive_rate": rate, "true_positive_rate": true_positive_bound(profile, false_positive_rate=rate)}
+        for rate in (0.001, 0.01, 0.1)
+    ]
+    assert (made["sampler"], made["divisor"]) == ("poisson", 100.0)
+
+
+def test_both_numbers_are_given_where_both_can_be_proved(tmp_path: Path) -> None:
+    slices = Mechanism(**{**MECHANISM.to_dict(), "privacy_unit": "slice"})
+    patients = Mechanism(**{**MECHANISM.to_dict(), "privacy_unit": "patient"})
+    for name, mechanism, header in (("s", slices, {"most_rows_per_owner": 2}), ("p", patients, {}), ("n", slices, {})):
+        (tmp_path / name).mkdir()
+        ledger_of(tmp_path / name, mechanism=mechanism, steps=3, **header)
+    charges = [(MECHANISM.step_event, 3)]
+    (owner,) = certificate(tmp_path / "s", mechanism=slices)["other_units"]
+    assert owner["unit"] == "an owner of at most 2 slices, with all of them"
+    assert owner["epsilon"] == owner_guarantee(charges, most_rows=2, delta=DELTA).epsilon
+    made = certificate(tmp_path / "p", mechanism=patients)
+    (row,) = made["other_units"]
+    assert row["unit"].startswith("one picture of a patient")
+    assert row["epsilon"] == row_guarantee(charges, delta=DELTA).epsilon > made["epsilon"]
+    assert row["unit"] in render_certificate_text(made)
+    nobody = certificate(tmp_path / "n", mechanism=slices)
+    assert nobody["other_units"] == []
+    assert any("several slices" in text for text in nobody["not_covered"])
+
+
+def test_an_owner_without_a_proof_has_no_figure_and_the_release_does_not_fail(tmp_path: Path) -> None:
+    ledger_of(tmp_path, steps=2, most_rows_per_owner=10**9)
+    (owner,) = certificate(tmp_path)["other_units"]
+    assert owner["epsilon"] is None
+    assert "nothing is proved" in render_certificate_text(certificate(tmp_path))
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.5, "2", True])
+def test_a_strange_number_of_rows_an_owner_is_refused_by_the_ledger(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(ArgumentError, match="most_rows_per_owner"):
+        ledger_of(tmp_path, most_rows_per_owner=value)
+
+
+def test_how_the_guarantee_is_meant_is_said(tmp_path: Path) -> None:
+    ledger_of(tmp_path)
+    meant = certificate(tmp_path)["deployment"]
+    assert meant["neighbours"] == "unbounded: one example more or less"
+    assert {"flavour", "trust_model", "release_type", "accounting", "composition", "access"} <= meant.keys()
+    (tmp_path / "plain").mkdir()
+    ledger_of(tmp_path / "plain", steps=0, delta=None)
+    made = certificate(tmp_path / "plain", mechanism=None)
+    assert (made["deployment"], made["gaussian_dp"], made["attack_success"], made["other_units"]) == ({}, None, [], [])
+
+
+def test_the_page_says_all_that_the_certificate_says_and_markup_does_nothing(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path)
+    ledger.note("declare", {"what": "test split", "how": "<script>|[x](y)\n# big"})
+    made = certificate(tmp_path)
+    page = render_certificate_page(made)
+    assert "<script>" not in page
+    assert "\\<script\\>\\|\\[x\\](y) \\# big" in page
+    for text in ("**For release.**", "## The whole curve", "shift ", "wrongly accused", made["weights_sha256"]):
+        assert text in page
+    for line in made["not_covered"]:
+        assert line.replace("_", "\\_") in page
+    stamped = render_certificate_page(certificate(tmp_path, hand_seeded=True))
+    assert "NOT FOR RELEASE" in stamped
 
 
 def test_a_hand_seeded_run_is_not_for_release(tmp_path: Path) -> None:
@@ -171,6 +254,15 @@ def test_what_is_declared_and_what_is_not_covered_is_always_said(tmp_path: Path)
     text = render_certificate_text(made)
     for phrase in (*(what for what, _ in declared), *made["not_covered"], "an experiment"):
         assert phrase in text
+
+
+def test_a_number_of_units_that_was_counted_with_noise_is_charged_and_not_declared(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path)
+    ledger.charge(Event(sample_rate=1.0, noise_multiplier=15.0, purpose=COUNTED_UNITS), step=0)
+    made = certificate(tmp_path)
+    assert not any("num_units" in item["what"] for item in made["declared"])
+    assert any("class names" in item["what"] for item in made["declared"])
+    assert [item["purpose"] for item in made["charged"]] == ["training step", COUNTED_UNITS]
 
 
 def test_the_fixed_list_names_the_known_gaps() -> None:

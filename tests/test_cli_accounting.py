@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dpvision.accounting import guarantee
+from dpvision.accounting import all_trials, best_of_random_many, guarantee
 from dpvision.cli.accounting import calibrate, epsilon, plan
 from dpvision.mechanism import Event
 
@@ -171,3 +171,23 @@ def test_nonsense_is_one_clear_line_and_exit_code_2(line: str, message: str, for
     assert error.startswith("error: ")
     assert message in error
     assert "Traceback" not in result.output
+
+
+def test_a_search_shows_both_costs() -> None:
+    found = figures(f"{EPSILON} --delta 1e-5 --trials 20")
+    charges = [(Event(sample_rate=0.1, noise_multiplier=2.997), 400)]
+    assert found["epsilon_all_trials"] == all_trials(charges, trials=20, delta=1e-5).epsilon
+    best = best_of_random_many(charges, mean_trials=20, stopping="geometric", delta=1e-5)
+    assert found["epsilon_best_geometric"] == best.epsilon < found["epsilon_all_trials"]
+    shown = run(f"{EPSILON} --delta 1e-5 --trials 20")
+    assert "epsilon_all_trials" in shown.stdout
+    assert "kept secret" in shown.stdout
+    assert run(f"{EPSILON} --trials 0").exit_code == 2
+
+
+def test_an_owner_of_several_units_is_told_the_cost() -> None:
+    line = "epsilon --num-units 1000 --expected-batch-size 300 --noise-multiplier 2 --steps 2 --delta 1e-4"
+    found = figures(f"{line} --most-rows-per-owner 2")
+    assert found["epsilon_owner"] > found["epsilon"]
+    assert run(f"{line} --most-rows-per-owner 0").exit_code == 2
+    assert run(f"{line} --most-rows-per-owner 2 --adjacency replace_one").exit_code == 2

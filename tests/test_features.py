@@ -29,12 +29,14 @@ from dpvision.evaluate import evaluate
 from dpvision.grads import Performance, clipped_sum, clipped_sum_of_batch
 from dpvision.keys import Keys
 from dpvision.ledger import charges_of, read_ledger
+from dpvision.losses import classification_loss
 from dpvision.mechanism import OrdinaryPlan
 from dpvision.models import Scattering, split
 from dpvision.training import load_released, resume, train
+from dpvision.training.features import run_features
 from dpvision.training.loop import take_step
-from dpvision.training.phases import phases_of
-from dpvision.training.session import classification_loss
+from dpvision.training.phases import Phase, phases_of
+from dpvision.training.prepare import load_pictures
 from dpvision.training.start import begin
 from dpvision.training.watch import Silence
 from dpvision.verify import verify
@@ -342,6 +344,28 @@ def test_features_of_other_pictures_or_other_constants_have_another_key(tmp_path
     assert len(list((tmp_path / "features").iterdir())) == 4
 
 
+def test_features_in_bfloat16_are_near_those_in_full_and_have_a_key_of_their_own(
+    tmp_path: Path, pictures: Path
+) -> None:
+    torch.manual_seed(0)
+    phase = Phase(0, frozenset(), nn.Identity(), front=nn.Conv2d(1, 4, 3))
+    found = []
+    for precision in ("float32", "bfloat16"):
+        settings = {"cache_features": "disk", "feature_precision": precision, "data": {"data_dir": str(tmp_path)}}
+        config = scatter_config(pictures, **settings)
+        loaded = load_pictures(config, Keys.from_seed(0))
+        features = run_features(
+            phase, config, loaded, normalisation=NORMALISATION, device="cpu", say=lambda words: None
+        )
+        assert features is not None
+        found.append(features.train.values_NWF)
+    full, half = found
+    assert full.dtype == half.dtype == torch.float32
+    assert not torch.equal(full, half)
+    torch.testing.assert_close(full, half, rtol=0.03, atol=0.03)
+    assert len(list((tmp_path / "features").iterdir())) == 4
+
+
 def test_other_features_than_the_run_began_with_are_a_fork(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,7 +412,7 @@ def test_declared_numbers_alone_decide_how_precisely_features_are_kept(
     monkeypatch.setattr(phases_module, "FEATURE_BYTES", limit)  # 60 units of 324 numbers: 77,760 bytes in full
     for rows in (60, 61):
         write_pictures(tmp_path / "pictures.npz", train=rows)
-        config = scatter_config(tmp_path / "pictures.npz")
+        config = scatter_config(tmp_path / "pictures.npz", data={"rows_per_unit": 1})
         model = models.create("scatter_linear", num_classes=CLASSES, in_channels=1, seed=0, image_size=SIDE)
         (phase,) = phases_of(model, config, torch.randn(2, 1, SIDE, SIDE))
         assert (phase.front is None) == (kept is None)

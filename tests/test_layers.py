@@ -11,14 +11,15 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parent.parent / "src" / "dpvision"
 LAYERS = (
-    ("checks", "keys", "files"),
+    ("checks", "rounding", "keys", "files"),
     ("mechanism", "flow"),
-    ("accounting", "data", "models", "native"),
+    ("accounting", "data", "models", "native", "losses"),
     ("grads", "noise", "optim", "ledger"),
     ("config", "runfolder", "evaluate", "certificate", "transfer"),
+    ("signing", "card"),  # what a release is made of
     ("verify",),  # training checks what it begins with
-    ("training",),
-    ("recipes", "report", "bench"),
+    ("training", "attach"),
+    ("recipes", "report", "bench", "audit"),
     ("reproduce",),  # tables are made of recipes
     ("cli", "__main__"),
 )

@@ -68,6 +68,21 @@ def test_charges_are_counted_by_event(tmp_path: Path) -> None:
     assert ledger.header["num_units"] == 1000
 
 
+def test_what_the_header_costs_is_written_in_one_piece_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[bytes] = []
+    monkeypatch.setattr("dpvision.ledger.write_atomically", lambda path, content: written.append(content))
+    ledger = Ledger.create(tmp_path / "ledger", HEADER, charges=[STATISTICS])
+    monkeypatch.undo()
+    (content,) = written
+    (tmp_path / "ledger").write_bytes(content)
+    entries = read_ledger(tmp_path / "ledger")
+    assert [entry.kind for entry in entries] == ["header", "charge"]
+    assert charges_of(entries) == ledger.charges() == ((STATISTICS, 1),)
+    ledger.charge(STATISTICS, step=0)
+    ledger.charge(STEP, step=0)
+    assert Ledger.open(tmp_path / "ledger").length == ledger.length == 3
+
+
 def test_the_file_is_what_the_docs_say(tmp_path: Path) -> None:
     path = tmp_path / "ledger"
     made(path, steps=2)

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from dpvision.accounting import PlanRow, guarantee, plan, published_settings
 from dpvision.accounting.picture import draw_plan
 from dpvision.accounting.published import _SETTINGS
-from dpvision.certificate import rounded_up
 from dpvision.cli.accounting import plan as plan_command
 from dpvision.cli.planning import print_plan
 from dpvision.mechanism import Adjacency, Guarantee
+from dpvision.rounding import rounded_up
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(plan_command)

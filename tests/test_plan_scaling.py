@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from dpvision.accounting import mechanism_guarantee, scaled
-from dpvision.certificate import rounded_up
 from dpvision.checks import ArgumentError
 from dpvision.cli.accounting import plan as plan_command
 from dpvision.mechanism import Mechanism
+from dpvision.rounding import rounded_up
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(plan_command)

@@ -144,6 +144,40 @@ def test_a_reduced_version_keeps_budget_and_model_and_says_what_it_reduces() -> 
         assert head_alone or work(less) <= work(whole), recipe.name
 
 
+def test_liver_recipes_protect_slices_as_the_thesis_does_or_patients_and_never_use_its_batch_loss() -> None:
+    recipes = [recipe for recipe in all_recipes() if recipe.config.task == "segmentation"]
+    assert len(recipes) == 26
+    for recipe in recipes:
+        for config in (recipe.config, recipe.cpu):
+            assert config is not None
+            assert config.data.units == ("owners" if "-patient-" in recipe.name else "rows")
+            assert config.loss in ("dice", "dice_cross_entropy")
+    table = find_recipe("liver-scaleunet9-eps3-groups16").config
+    assert table.model is not None
+    assert table.model.options == {"groups": 16, "head": "unit"}  # as in the source, which ends in norm and Mish
+    assert any("not proved" in text for text in find_recipe("liver-scaleunet9-eps3-groups16").differs)
+
+
+def test_the_small_liver_set_is_split_by_patient_once_and_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DPVISION_DATA", str(tmp_path))
+    config = find_recipe("liver-unet9-eps3").cpu
+    assert config is not None
+    with pytest.raises(ArgumentError, match="lits_liver_128"):
+        place_data(config)
+    (tmp_path / "lits-liver-128").mkdir()
+    volume = np.repeat(np.arange(11) * 3, 2)
+    masks = np.zeros((22, 16, 16), dtype=np.uint8)
+    masks[:, 4:9, 4:9] = 1 + volume[:, None, None] % 2
+    np.savez(tmp_path / "lits-liver-128" / "lits_liver_128.npz", images=40 * masks, masks=masks, volume=volume)
+    with np.load(place_data(config).data.source) as made:
+        assert set(made["volume"].tolist()).isdisjoint(made["test_volume"].tolist())
+        assert sorted(set(made["test_volume"].tolist()), key=int) == ["3", "18"]
+        assert len(made["images"]) + len(made["test_images"]) == 22
+        assert made["masks"].max() == 2
+
+
 @pytest.mark.parametrize(
     ("name", "noise", "epsilon"),
     [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -25,43 +23,7 @@ from dpvision.report.axes import ticks
 from dpvision.report.facts import checked_certificate
 from dpvision.report.markup import element, visible
 from dpvision.report.words import SPACE
-
-VOID = {"meta", "br"}
-
-
-class Page(HTMLParser):
-    """Tags, attributes and text of a page; complains about tags that don't match."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.pieces: list[str] = []
-        self._open: list[str] = []
-        self.feed(source)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "style" not in self._open:
-            self.pieces.append(data)
-
-    @property
-    def text(self) -> str:
-        return re.sub(r"\s+", " ", "".join(self.pieces))
+from report_page import Page
 
 
 def page_of(folder: Path, **files: dict[str, Any] | None) -> Page:

@@ -188,6 +188,14 @@ def test_a_changed_setting_is_another_configuration_and_needs_a_fork(tmp_path: P
     assert training_charges(tmp_path / "run") == 12
 
 
+def test_declarations_of_changed_settings_are_added_after_a_fork(tmp_path: Path, pictures: Path) -> None:
+    cut_off(tmp_path / "run", tiny_config(pictures), after=7)
+    edit_config(tmp_path / "run", "views", flip=0.5)
+    made = resume(tmp_path / "run", allow_fork=True).certificate
+    assert "views of a picture" in [item["what"] for item in made["declared"]]
+    assert verify(tmp_path / "run").ok
+
+
 def test_every_fork_has_its_own_key_even_under_the_same_facts() -> None:
     keys, facts = Keys.from_seed(1), {"run": "a", "data": "b"}
     assert bound_keys(keys, facts, 0).derive("noise", 0) != bound_keys(keys, facts, 1).derive("noise", 0)
@@ -294,7 +302,7 @@ def test_a_new_picture_moves_no_other_between_training_and_the_held_out_part(tmp
     (tmp_path / "scans" / "0" / "a-new-one.png").unlink()
     from dpvision.training.prepare import load_pictures
 
-    tested_before = set(load_pictures(session.config.data, holdout_keys(keys.keys, keys.run_id)).test.row_names)
+    tested_before = set(load_pictures(session.config, holdout_keys(keys.keys, keys.run_id)).test.row_names)
     assert tested_now - {"0/a-new-one.png"} == tested_before
     session.folder.close()
 
@@ -306,7 +314,7 @@ def test_a_test_split_that_changed_is_not_evaluated_on(tmp_path: Path, pictures:
     train(tiny_config(pictures), run=tmp_path / "run")
     write_pictures(pictures, test=31)
     with pytest.raises(DataError, match="not what it was"):
-        test_pictures(tmp_path / "run", load_released(tmp_path / "run"), test=None, data_dir=None)
+        test_pictures(tmp_path / "run", load_released(tmp_path / "run"), test=None, test_masks=None, data_dir=None)
 
 
 def test_a_changed_picture_gives_other_noise_and_is_charged_again(tmp_path: Path, pictures: Path) -> None:

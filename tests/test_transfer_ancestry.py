@@ -12,11 +12,13 @@ from safetensors.torch import save_file
 
 import dpvision.training.origin as origin_module
 from dpvision import models
-from dpvision.certificate import NOT_FOR_RELEASE, rounded_up
+from dpvision.certificate import HISTORY, NOT_FOR_RELEASE, history_digest
 from dpvision.checks import ArgumentError, TamperError
 from dpvision.config import PriorRelease, RunConfig, TransferConfig, parse_config
 from dpvision.data import fixed_normalisation
-from dpvision.ledger import read_ledger
+from dpvision.ledger import Ledger, read_ledger
+from dpvision.mechanism import Event
+from dpvision.rounding import rounded_up
 from dpvision.runfolder import file_sha256, json_bytes, sha256_hex
 from dpvision.training import resume, train
 from dpvision.training.ancestry import transfer_declarations, transfer_stamps
@@ -63,6 +65,36 @@ def edit_release(run: Path, change: Callable[[dict[str, Any]], object], name: st
     hashes = json.loads((release / "manifest.json").read_text())
     hashes[name] = file_sha256(release / name)
     (release / "manifest.json").write_bytes(json_bytes(hashes))
+
+
+def rewrite_ledger(run: Path, hidden: object) -> None:
+    """Write the whole ledger anew with another history in it, and make certificate and manifest fit."""
+    path = run / "release" / "ledger.jsonl"
+    header, *rest = read_ledger(path)
+    path.unlink()
+    ledger = Ledger.create(path, {name: value for name, value in header.payload.items() if name != "format"})
+    digest = history_digest(hidden)
+    for entry in rest:
+        payload = entry.payload
+        if entry.kind == "charge":
+            facts = {name: payload[name] for name in ("sample_rate", "noise_multiplier", "purpose")}
+            ledger.charge(Event(**facts), step=payload["step"], fork=payload["fork"])
+        elif payload.get("what") != HISTORY:
+            ledger.note(entry.kind, payload)
+        elif digest is not None:
+            ledger.note("declare", {"what": HISTORY, "how": f"SHA-256 {digest}"})
+    notes = [{"what": HISTORY, "how": f"SHA-256 {digest}"}] if digest is not None else []
+
+    def change(values: dict[str, Any]) -> None:
+        kept = [item for item in values["declared"] if item["what"] != HISTORY]
+        values.update(declared=kept + notes, ledger=ledger.mark)
+
+    edit_release(run, change)
+    hashes = json.loads((run / "release" / "manifest.json").read_text())
+    hashes["ledger.jsonl"] = file_sha256(path)
+    (run / "release" / "manifest.json").write_bytes(json_bytes(hashes))
+    for checkpoint in (run / "private" / "checkpoints").iterdir():
+        checkpoint.unlink()
 
 
 def nested(runs: int) -> dict[str, Any] | None:
@@ -126,7 +158,11 @@ def test_a_release_that_hides_what_it_began_with_gives_neither_a_sum_nor_a_relea
     train(config_of(patients), run=tmp_path / "a")
     train(config_of(others, tmp_path / "a"), run=tmp_path / "b")
     edit_release(tmp_path / "b", lambda config: config.update(transfer=hidden), "config.json")
-    assert verify(tmp_path / "b").ok  # the files agree with each other
+    assert any("another history" in problem for problem in verify(tmp_path / "b").problems)
+    with pytest.raises(TamperError, match="another history"):
+        train(config_of(others, tmp_path / "b"), run=tmp_path / "refused")
+    rewrite_ledger(tmp_path / "b", hidden)
+    assert verify(tmp_path / "b").ok  # the files agree with each other, since all of them were made anew
     result = train(config_of(others, tmp_path / "b"), run=tmp_path / "c").certificate
     assert any("began with is not known" in stamp for stamp in result["stamps"])
     assert "no common figure" in declared(result)["first weights and this run together"]

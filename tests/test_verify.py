@@ -19,7 +19,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from dpvision.certificate import HAND_SEEDED, ReleaseFacts, build_certificate
+from dpvision.certificate import HAND_SEEDED, HISTORY, ReleaseFacts, build_certificate, history_digest
 from dpvision.checks import ArgumentError
 from dpvision.cli.verify import verify as verify_command
 from dpvision.keys import Keys
@@ -34,14 +34,20 @@ HEADER = {"run_id": "r1", "privacy_unit": "example", "adjacency": "add_remove", 
 Values = dict[str, Any]
 
 
-def finish(folder: RunFolder, *, mechanism: Mechanism | None = MECHANISM, hand_seeded: bool = False) -> None:
+def finish(
+    folder: RunFolder,
+    *,
+    mechanism: Mechanism | None = MECHANISM,
+    hand_seeded: bool = False,
+    config: str = CONFIG_TEXT,
+) -> None:
     weights = weights_bytes({"weight": torch.arange(6.0)})
-    hashes = {"weights_sha256": sha256_hex(weights), "config_sha256": sha256_hex(CONFIG_TEXT.encode())}
+    hashes = {"weights_sha256": sha256_hex(weights), "config_sha256": sha256_hex(config.encode())}
     facts = ReleaseFacts(**hashes, data={"source": "digits"}, software={"dpvision": "0.1.0"})
     certificate = build_certificate(
         ledger=read_ledger(folder.ledger_path), mechanism=mechanism, hand_seeded=hand_seeded, release=facts
     )
-    folder.write_release(weights=weights, certificate=certificate, metrics={"curve": []}, config=CONFIG_TEXT)
+    folder.write_release(weights=weights, certificate=certificate, metrics={"curve": []}, config=config)
     folder.add_to_release("report.html", b"<html></html>")
 
 
@@ -144,7 +150,20 @@ LIES: dict[str, tuple[Callable[[Values], Any], str]] = {
     "a longer ledger": (put(9, "ledger", "length"), "rolled back: 8 of 9"),
     "other weights": (put("0" * 64, "weights_sha256"), "weights.safetensors is not the file"),
     "other configuration": (put("0" * 64, "config_sha256"), "config.json is not the file"),
-    "other format": (put(2, "format"), "format"),
+    "other format": (put(1, "format"), "format"),
+    "a smaller mu": (put(0.01, "gaussian_dp", "mu"), r"gaussian_dp\.mu claims LESS"),
+    "a mu that goes further": (put(99.0, "gaussian_dp", "epsilon_up_to"), r"gaussian_dp\.epsilon_up_to claims LESS"),
+    "no mu": (put(None, "gaussian_dp"), "gaussian_dp is given if and only if"),
+    "weaker attacks": (put(0.0101, "attack_success", 1, "true_positive_rate"), r"attack_success at 0\.01 claims LESS"),
+    "an attack too few": (remove_first("attack_success"), "list of attacks must have"),
+    "an attack twice": (lambda v: v["attack_success"].append(v["attack_success"][0]), "list of attacks must have"),
+    "another unit": (
+        lambda v: v["other_units"].append({"unit": "a person", "epsilon": 0.1, "delta": 1e-4, "why": "so"}),
+        "other_units are not those",
+    ),
+    "another divisor": (put(99.0, "divisor"), r"divisor must be 100\.0"),
+    "no sampler": (put(None, "sampler"), "sampler must be poisson"),
+    "another trust model": (put("local", "deployment", "trust_model"), "deployment is not what"),
     "unknown field": (put(True, "approved"), "approved"),
     "missing field": (lambda v: v.pop("adjacency"), "adjacency"),
 }
@@ -160,6 +179,37 @@ def test_every_lie_in_a_certificate_is_named_even_without_a_manifest(run: Path, 
     assert not found.ok
     assert not found.for_release
     assert any(re.search(words, problem) for problem in found.problems), found.problems
+
+
+def test_the_figure_for_owners_is_recomputed(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run") as folder:
+        ledger = Ledger.create(folder.ledger_path, {**HEADER, "most_rows_per_owner": 2})
+        for step in range(2):
+            ledger.charge(MECHANISM.step_event, step=step)
+        finish(folder)
+    path = tmp_path / "run" / "release" / "certificate.json"
+    (other,) = json.loads(path.read_bytes())["other_units"]
+    assert other["epsilon"] > json.loads(path.read_bytes())["epsilon"]
+    assert verify(tmp_path / "run").ok
+    (tmp_path / "run" / "release" / "manifest.json").unlink()
+    edit_certificate(path, put(0.9 * other["epsilon"], "other_units", 0, "epsilon"))
+    assert any("epsilon for an owner of at most 2" in problem for problem in verify(path).problems)
+    edit_certificate(path, put([], "other_units"))
+    assert any("other_units are not those" in problem for problem in verify(path).problems)
+
+
+def test_a_history_of_the_first_weights_that_was_rewritten_is_named(tmp_path: Path) -> None:
+    transfer = {"weights": "w.safetensors", "source": "patients of another clinic"}
+    config = json.dumps({"name": "run", "transfer": transfer})
+    for noted, told, in_order in ((transfer, config, True), ({**transfer, "source": "public"}, config, False)):
+        path = tmp_path / str(in_order)
+        with RunFolder.create(path) as folder:
+            ledger = Ledger.create(folder.ledger_path, HEADER)
+            ledger.note("declare", {"what": HISTORY, "how": f"SHA-256 {history_digest(noted)}"})
+            finish(folder, config=told)
+        problems = verify(path).problems
+        assert (problems == ()) == in_order
+        assert in_order or "another history of the first weights" in problems[0]
 
 
 def test_all_problems_are_named_at_once(run: Path) -> None:
@@ -260,7 +310,7 @@ def test_a_run_without_privacy_is_in_order_and_not_for_release(tmp_path: Path) -
 
 
 def test_the_key_of_another_run_is_named(run: Path) -> None:
-    RunFolder.open(run).save_key(Keys.from_os_entropy(), run_id="another", bindings=[])
+    RunFolder.open(run).save_key(Keys.from_os_entropy(), run_id="another", bindings=[{"data": "a"}])
     assert any("belongs to run 'another'" in problem for problem in verify(run).problems)
 
 

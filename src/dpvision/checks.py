@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import final
+
+LARGEST_COUNT = 2**53
+LARGEST_WHOLE = 10**100
 
 
 class DPVisionError(Exception):
@@ -40,20 +44,22 @@ class Problems:
 
     def positive(self, name: str, value: float) -> None:
         """Require a finite number above zero."""
-        self.require(_is_finite(value) and value > 0, f"{name} must be a finite number > 0, got {value}.")
+        self.require(_is_finite(value) and value > 0, f"{name} must be a finite number > 0, got {brief(value)}.")
 
     def not_negative(self, name: str, value: float) -> None:
         """Require a finite number, zero or above."""
-        self.require(_is_finite(value) and value >= 0, f"{name} must be a finite number >= 0, got {value}.")
+        self.require(_is_finite(value) and value >= 0, f"{name} must be a finite number >= 0, got {brief(value)}.")
 
     def count(self, name: str, value: int, *, least: int = 1) -> None:
-        """Require a whole number of at least ``least``."""
+        """Require a whole number of at least ``least``, and small enough to be exact wherever it is used."""
         whole = type(value) is int
-        self.require(whole and value >= least, f"{name} must be a whole number >= {least}, got {value}.")
+        self.require(whole and value >= least, f"{name} must be a whole number >= {least}, got {brief(value)}.")
+        self.require(not whole or value <= LARGEST_COUNT, f"{name} must be <= {LARGEST_COUNT}, got {brief(value)}.")
 
     def probability(self, name: str, value: float) -> None:
         """Require a number strictly between 0 and 1."""
-        self.require(_is_finite(value) and 0 < value < 1, f"{name} must lie strictly between 0 and 1, got {value}.")
+        lies = _is_finite(value) and 0 < value < 1
+        self.require(lies, f"{name} must lie strictly between 0 and 1, got {brief(value)}.")
 
     def raise_if_any(self) -> None:
         """Raise one ``ArgumentError`` that names all problems."""
@@ -61,5 +67,16 @@ class Problems:
             raise ArgumentError(" ".join(self._messages))
 
 
-def _is_finite(value: float) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def brief(value: object, *, most: int = 120) -> str:
+    """A value as it can stand in a message: on one line, without control characters, and not endless."""
+    if isinstance(value, int) and abs(value) > LARGEST_WHOLE:
+        return f"a whole number of {value.bit_length()} bits"
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(value))
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+def _is_finite(value: object) -> bool:
+    if type(value) is float:
+        return math.isfinite(value)
+    # A whole number may be too large for a float, and then it is of no use as a quantity.
+    return type(value) is int and abs(value) <= sys.float_info.max

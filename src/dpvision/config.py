@@ -9,13 +9,16 @@ from typing import Any, Literal, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dpvision.checks import ArgumentError
+from dpvision.checks import ArgumentError, brief
 from dpvision.grads import Performance
+from dpvision.losses import LossName, Task
 from dpvision.mechanism import Adjacency, Clipping, Mechanism, OrdinaryPlan
 from dpvision.optim import AveragingSettings, OptimizerSettings, ScheduleSettings
 
 Option = bool | int | float | str
 T = TypeVar("T")
+MOST_SHOWN = 10
+"""Problems of a configuration that one message names."""
 _MECHANISM_FIELDS = ("num_units", "expected_batch_size", "clip_norm", "noise_multiplier", "steps", "privacy_unit")
 _MECHANISM_CHOICES = ("adjacency", "clipping", "unit_norm")  # never open: each has a default
 
@@ -28,7 +31,12 @@ class _Settings(BaseModel):
 
 @final
 class DataConfig(_Settings):
-    """Where the pictures come from, and what a privacy unit is. ``mean`` and ``std`` are written by the run itself."""
+    """Where the pictures come from, and what a privacy unit is. ``mean`` and ``std`` are written by the run itself.
+
+    ``masks`` holds the answers where every pixel has one. Volumes are cut along ``volume_axis``, and intensities
+    outside ``window`` are cut off. ``unit_pattern`` finds the owner in a file's name. Where owners of rows are known,
+    they are the units, unless ``units`` is "rows"; at most ``rows_per_unit`` of a unit's rows enter a step.
+    """
 
     source: str
     test: str | None = None
@@ -41,10 +49,18 @@ class DataConfig(_Settings):
     statistics_noise_multiplier: float = Field(default=8.0, gt=0)
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    masks: str | None = None
+    test_masks: str | None = None
+    mask_classes: Literal["merged", "classes"] = "merged"
+    volume_axis: Literal[0, 1, 2] = 2
+    window: tuple[float, float] | None = None
+    only_foreground: bool = False
     unit_column: str | None = None
     unit_csv: str | None = None
     unit_folder_level: int | None = None
-    rows_per_unit: int = Field(default=1, ge=1)
+    unit_pattern: str | None = None
+    units: Literal["auto", "rows", "owners"] = "auto"
+    rows_per_unit: int | None = Field(default=None, ge=1, le=10_000)
 
     @property
     def name(self) -> str:
@@ -137,6 +153,8 @@ class PrivacyConfig(_Settings):
 
     ``target_epsilon`` is a wall: no step may be taken that would cross it. ``privacy_unit`` is a word for what is
     protected; only a run whose units own several rows may call them by another name than ``example``.
+    ``num_units`` left open is counted with noise of ``count_noise_multiplier`` and charged.
+    ``most_rows_per_owner`` bounds the rows of one owner where rows are the units, so that owners get a figure too.
     """
 
     enabled: bool = True
@@ -149,6 +167,8 @@ class PrivacyConfig(_Settings):
     clipping: Clipping = "flat"
     unit_norm: bool = False
     num_units: int | None = Field(default=None, ge=1)
+    count_noise_multiplier: float | None = Field(default=None, gt=0)
+    most_rows_per_owner: int | None = Field(default=None, ge=1)
     privacy_unit: str | None = None
     adjacency: Adjacency = "add_remove"
 
@@ -163,10 +183,14 @@ class PrivacyConfig(_Settings):
 class RunConfig(_Settings):
     """Everything that decides what a run computes, and nothing secret: it is part of the release.
 
-    ``cache_features``: what a frozen front makes of the pictures is kept in memory, on disk too, or computed anew.
+    ``task``: a class for each picture, or for each pixel (segmentation). ``cache_features``: what a frozen front makes
+    of the pictures is kept in memory, on disk too, or computed anew. ``feature_precision``: how kept features are
+    computed; bfloat16 is several times faster where the processor has it.
     """
 
-    name: str = "run"
+    name: str = Field(default="run", pattern=r"^[^/\\\x00]{1,200}$")  # it becomes the name of a folder
+    task: Task = "classification"
+    loss: LossName | None = None
     data: DataConfig
     model: ModelConfig | None = None
     views: ViewsConfig = ViewsConfig()
@@ -176,9 +200,22 @@ class RunConfig(_Settings):
     schedule: ScheduleSettings = ScheduleSettings()
     averaging: AveragingSettings = AveragingSettings()
     cache_features: Literal["memory", "disk", "off"] = "memory"
+    feature_precision: Literal["float32", "bfloat16"] = "float32"
     evaluations: int = Field(default=10, ge=1)
     checkpoint_every: int = Field(default=50, ge=1)
     performance: Performance = Performance()
+
+    @model_validator(mode="after")
+    def _fits_its_task(self) -> RunConfig:
+        if self.task == "segmentation":
+            if self.transfer is not None and self.transfer.trained not in ("all", "last"):
+                raise ValueError("transfer.trained must be all or last for segmentation: its features are not kept")
+            return self
+        if self.data.masks is not None or self.data.test_masks is not None:
+            raise ValueError("masks need task=segmentation")
+        if self.loss not in (None, "cross_entropy"):
+            raise ValueError(f"loss must be cross_entropy for classification, got {self.loss}")
+        return self
 
     @property
     def mechanism(self) -> Mechanism:
@@ -212,7 +249,7 @@ class RunConfig(_Settings):
 
     def public(self) -> RunConfig:
         """What is released of the configuration: names of files and folders, not where they lie."""
-        paths = ("source", "test", "unit_csv")
+        paths = ("source", "test", "masks", "test_masks", "unit_csv")
         names = {name: Path(value).name for name in paths if (value := getattr(self.data, name)) is not None}
         update: dict[str, Any] = {"data": self.data.model_copy(update={**names, "data_dir": None})}
         if self.transfer is not None:
@@ -240,9 +277,11 @@ def one_line(error: ValidationError) -> str:
     for problem in error.errors(include_url=False):
         where = ".".join(str(part) for part in problem["loc"]) or "configuration"
         value = problem.get("input")
-        shown = f", got {value!r}" if isinstance(value, (int, float, str)) else ""
-        parts.append(f"{where}: {problem['msg']}{shown}")
-    return "; ".join(parts)
+        plain = isinstance(value, (int, float, str))
+        shown = f", got {brief(repr(value) if isinstance(value, str) else value)}" if plain else ""
+        parts.append(f"{brief(where)}: {problem['msg']}{shown}")
+    more = f" and {len(parts) - MOST_SHOWN} more" if len(parts) > MOST_SHOWN else ""
+    return f"{'; '.join(parts[:MOST_SHOWN])}{more}"
 
 
 def required(value: T | None, name: str) -> T:

@@ -15,6 +15,8 @@ from dpvision.checks import DPVisionError
 _REMEDIES = {
     errno.ENOSPC: "Free some space and try again.",
     errno.EDQUOT: "Free some space and try again.",
+    errno.EFBIG: "Raise the limit on the size of files and try again.",
+    errno.EIO: "The disk may be failing: copy what is there to another one and try again.",
     errno.EROFS: "Choose a folder that can be written.",
     errno.EACCES: "Check who may read and write there.",
     errno.EPERM: "Check who may read and write there.",
@@ -47,6 +49,17 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def synced(path: Path) -> Iterator[int]:
+    """A descriptor for appending; what the block did to the file is on disk afterwards."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

@@ -12,14 +12,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from dpvision.checks import ArgumentError, DataError, PrivacyError, TamperError
-from dpvision.files import disk_errors, write_atomically
+from dpvision.checks import ArgumentError, DataError, PrivacyError, TamperError, brief
+from dpvision.files import disk_errors, synced, write_atomically
 from dpvision.mechanism import ADJACENCIES, Event
 
 FORMAT = 1
@@ -89,6 +88,9 @@ class _Book:
         _require(_is_whole(num_units, least=1), f"num_units must be a whole number >= 1, got {num_units!r}")
         if delta is not None:  # null: a run without privacy
             _require(isinstance(delta, float) and 0 < delta < 1, f"delta must lie between 0 and 1, got {delta!r}")
+        most_rows = payload.get("most_rows_per_owner")
+        bounded = most_rows is None or _is_whole(most_rows, least=1)
+        _require(bounded, f"most_rows_per_owner must be a whole number >= 1, got {most_rows!r}")
         self.header = payload
 
     def _admit_charge(self, payload: Payload) -> None:
@@ -172,17 +174,23 @@ class Ledger:
         self._broken = False
 
     @staticmethod
-    def create(path: Path, header: Payload) -> Ledger:
-        """A new ledger whose first entry is ``header``: public facts only, because it is released."""
+    def create(path: Path, header: Payload, *, charges: Iterable[Event] = ()) -> Ledger:
+        """A new ledger whose first entry is ``header``: public facts only, because it is released.
+
+        Guarantee: ``charges``, what the facts of the header cost, are on disk together with it or not at all.
+        """
         if path.exists():
             raise ArgumentError(f"{path} exists already. Resume that run, or choose another folder.")
-        book = _Book()
-        header = {"format": FORMAT, **header}
-        _refuse_misuse(book, "header", header)
-        entry, line = _make_entry(0, "header", header, _FIRST_PREV)
+        book, entries, content, prev = _Book(), list[Entry](), b"", _FIRST_PREV
+        first = [("charge", _charge_payload(event, step=0, fork=0)) for event in charges]
+        for seq, (kind, payload) in enumerate([("header", {"format": FORMAT, **header}), *first]):
+            _refuse_misuse(book, kind, payload)
+            entry, line = _make_entry(seq, kind, payload, prev)
+            entries.append(entry)
+            content, prev = content + line, entry.hash
         with disk_errors(f"write {path}"):
-            write_atomically(path, line)
-        return Ledger(path, _Contents((entry,), book, len(line), torn=False))
+            write_atomically(path, content)
+        return Ledger(path, _Contents(tuple(entries), book, len(content), torn=False))
 
     @staticmethod
     def open(
@@ -197,7 +205,7 @@ class Ledger:
         if at_least is not None:
             require_mark(contents.entries, length=at_least[0], head=at_least[1], path=path)
         # Also flushed when nothing is cut: a writer that was killed may have left its last line in the cache only.
-        with disk_errors(f"write {path}"), _synced(path) as descriptor:
+        with disk_errors(f"write {path}"), synced(path) as descriptor:
             os.ftruncate(descriptor, contents.whole_bytes)
         return Ledger(path, contents, before_growth)
 
@@ -210,9 +218,7 @@ class Ledger:
         self._require_whole()
         known = self._book.charge_at(fork, event.purpose, step)
         if known is None:
-            rate, noise = float(event.sample_rate), float(event.noise_multiplier)
-            cost: Payload = {"sample_rate": rate, "noise_multiplier": noise, "purpose": event.purpose}
-            self._append("charge", {"fork": fork, "step": step, **cost})
+            self._append("charge", _charge_payload(event, step=step, fork=fork))
         elif known != event:
             raise PrivacyError(
                 f"step {step} of fork {fork} was charged as {known}, now it is {event}: a changed mechanism composes. "
@@ -268,7 +274,7 @@ class Ledger:
         if self._before_growth is not None:
             self._before_growth()
             self._before_growth = None
-        with disk_errors(f"write {self._path}"), _synced(self._path) as descriptor:
+        with disk_errors(f"write {self._path}"), synced(self._path) as descriptor:
             _append_line(descriptor, line, path=self._path, expected_size=self._size)
         self._size += len(line)
         self._hashes.append(entry.hash)
@@ -308,7 +314,7 @@ def require_mark(entries: tuple[Entry, ...], *, length: int, head: str, path: Pa
 
 
 def _read(path: Path) -> _Contents:
-    if path.exists() and not path.is_file():
+    if path.is_symlink() or (path.exists() and not path.is_file()):
         raise DataError(f"{path} must be an ordinary file.")
     with disk_errors(f"read {path}"):
         content = path.read_bytes()
@@ -321,7 +327,7 @@ def _read(path: Path) -> _Contents:
             _require(entry.seq == seq, f"seq must be {seq}, got {entry.seq}")
             book.admit(entry.kind, entry.payload)
         except _RuleBroken as error:
-            raise TamperError(f"{path}, line {seq + 1}: {error}.") from error
+            raise TamperError(f"{path}, line {seq + 1}: {brief(error, most=300)}.") from error
         entries.append(entry)
         prev = entry.hash
     if not entries:
@@ -348,6 +354,11 @@ def _parse_line(line: bytes) -> Entry:
     return Entry(values["seq"], values["kind"], values["payload"], values["prev"], claimed)
 
 
+def _charge_payload(event: Event, *, step: int, fork: int) -> Payload:
+    rate, noise = float(event.sample_rate), float(event.noise_multiplier)
+    return {"fork": fork, "step": step, "sample_rate": rate, "noise_multiplier": noise, "purpose": event.purpose}
+
+
 def _make_entry(seq: int, kind: str, payload: Payload, prev: str) -> tuple[Entry, bytes]:
     """An entry and its line."""
     body = _ENCODER.encode({"seq": seq, "kind": kind, "payload": payload, "prev": prev}).encode()
@@ -362,17 +373,6 @@ def _refuse_misuse(book: _Book, kind: str, payload: Payload) -> None:
         book.admit(kind, payload)
     except (_RuleBroken, TypeError, ValueError) as error:
         raise ArgumentError(f"the ledger can't take this {kind}: {error}.") from error
-
-
-@contextmanager
-def _synced(path: Path) -> Generator[int]:
-    """A descriptor for appending; what the block did to the file is on disk afterwards."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    try:
-        yield descriptor
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _append_line(descriptor: int, line: bytes, *, path: Path, expected_size: int) -> None:

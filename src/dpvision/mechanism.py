@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
 from dpvision.checks import ArgumentError, Problems
+from dpvision.rounding import rounded_up
 
 Adjacency = Literal["add_remove", "replace_one", "zero_out"]
 ADJACENCIES: tuple[Adjacency, ...] = ("add_remove", "replace_one", "zero_out")
@@ -154,6 +155,6 @@ class Guarantee:
 
     def __str__(self) -> str:
         return (
-            f"epsilon {self.epsilon:.4g} at delta {self.delta:g} "
+            f"epsilon {rounded_up(self.epsilon)} at delta {rounded_up(self.delta)} "
             f"({self.adjacency} of one {self.privacy_unit}, {self.accountant.upper()})"
         )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from tools.mutations.accounting import ACCOUNTING
+from tools.mutations.audit import AUDIT
 from tools.mutations.clipping import CLIPPING
 from tools.mutations.fast import FAST
+from tools.mutations.faults import FAULTS
 from tools.mutations.gradients import GRADIENTS
+from tools.mutations.hostile import HOSTILE
+from tools.mutations.masks import MASKS
 from tools.mutations.mutation import Mutation
 from tools.mutations.native import NATIVE
 from tools.mutations.records import LEDGER
@@ -13,6 +17,7 @@ from tools.mutations.reproduce import REPRODUCE
 from tools.mutations.step import DATA, NOISE, OPTIMIZERS
 from tools.mutations.training import TRAINING
 from tools.mutations.transfer import TRANSFER
+from tools.mutations.trust import TRUST
 from tools.mutations.views import VIEWS
 
 __all__ = ["MUTATIONS", "Mutation"]
@@ -29,6 +34,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     *LEDGER,
     *TRAINING,
     *TRANSFER,
+    *TRUST,
     *VIEWS,
+    *MASKS,
+    *FAULTS,
+    *HOSTILE,
     *REPRODUCE,
+    *AUDIT,
 )

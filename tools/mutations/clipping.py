@@ -60,7 +60,7 @@ CLIPPING = (
     ),
     *mutations(
         "test_clipping_runs",
-        "certificate.py",
+        "certificate/claims.py",
         (
             "a certificate may name another style",
             '"adjacency", "clip_norm", "clipping", "unit_norm")',

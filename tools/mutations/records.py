@@ -7,15 +7,19 @@ from tools.mutations.mutation import mutations
 LEDGER = (
     *mutations(
         "test_ledger",
-        "ledger.py",
+        "files.py",
         (
             "charges are not flushed",
             "        yield descriptor\n        os.fsync(descriptor)\n",
             "        yield descriptor\n",
         ),
+    ),
+    *mutations(
+        "test_ledger",
+        "ledger.py",
         (
             "a reopened ledger is not flushed",
-            '        with disk_errors(f"write {path}"), _synced(path) as descriptor:\n            os.ftruncate(descriptor, contents.whole_bytes)\n',
+            '        with disk_errors(f"write {path}"), synced(path) as descriptor:\n            os.ftruncate(descriptor, contents.whole_bytes)\n',
             "",
         ),
         (
@@ -129,9 +133,20 @@ LEDGER = (
     ),
     *mutations(
         "test_certificate",
-        "certificate.py",
+        "certificate/build.py",
         ("a hand seed is not stamped", "    stamps = [HAND_SEEDED] if hand_seeded else []", "    stamps = []"),
         ("everything is for release", "        for_release=not stamps,", "        for_release=True,"),
+        (
+            "only the first charge is certified",
+            "    charges = charges_of(ledger)\n    spent",
+            "    charges = charges_of(ledger)[:1]\n    spent",
+        ),
+        ("any mechanism is certified", "    _require_same_facts(header, mechanism)\n", ""),
+        ("gaps are not listed", "unique([*required_uncovered(header), *more.not_covered])", "list(more.not_covered)"),
+    ),
+    *mutations(
+        "test_certificate",
+        "certificate/claims.py",
         ("no privacy is not stamped", "        return [*stamps, NO_PRIVACY]", "        return stamps"),
         (
             "a changed mechanism is not stamped",
@@ -139,27 +154,24 @@ LEDGER = (
             "    if False and any(event != mechanism.step_event for",
         ),
         (
-            "only the first charge is certified",
-            "    charges = charges_of(ledger)\n    spent",
-            "    charges = charges_of(ledger)[:1]\n    spent",
-        ),
-        ("any mechanism is certified", "    _require_same_facts(header, mechanism)\n", ""),
-        ("gaps are not listed", "_unique([*required_uncovered(header), *more.not_covered])", "list(more.not_covered)"),
-        (
             "declarations are not listed",
-            "return _unique([*ALWAYS_DECLARED, *notes, *forks])",
-            "return _unique([*ALWAYS_DECLARED, *forks])",
+            "return unique([*facts, *notes, *forks])",
+            "return unique([*facts, *forks])",
         ),
         (
             "delta of 1/n passes",
             'if header["delta"] is not None and not header["delta"] < 1 / header["num_units"]:',
             'if header["delta"] is not None and not header["delta"] <= 1 / header["num_units"]:',
         ),
+    ),
+    *mutations(
+        "test_certificate test_rounding",
+        "rounding.py",
         ("epsilon is shown rounded down", "rounding=ROUND_CEILING)", 'rounding="ROUND_FLOOR")'),
     ),
     *mutations(
         "test_verify",
-        "verify.py",
+        "verify/claims.py",
         (
             "a smaller claim passes",
             "    findings.require(\n        claimed >= known * (1 - MAY_CLAIM_LESS)",
@@ -172,7 +184,7 @@ LEDGER = (
         ),
         (
             "a lower curve passes",
-            '        _compare(f"epsilon at delta {delta:g}", claimed[delta], known[delta], findings)',
+            '        _compare(f"{name} {at:g}", claimed[at], known[at], findings)',
             "        pass",
         ),
         (
@@ -180,22 +192,6 @@ LEDGER = (
             "    with findings.noted():\n        _require_same_ledger(certificate, entries)\n",
             "",
         ),
-        (
-            "verify ignores the checkpoints",
-            "            _check_private(place.run, entries, certificate, findings)",
-            "            pass",
-        ),
-        ("verify ignores the manifest", "            _check_manifest(place.release, findings)", "            pass"),
-        ("verify ignores the weights", "            _check_files(place, certificate, findings)", "            pass"),
-        ("added files pass", "    for name in sorted(present - hashes.keys()):", "    for name in ():"),
-        ("missing files pass", "    for name in sorted(hashes.keys() - present):", "    for name in ():"),
-        (
-            "a reformatted manifest passes",
-            '    findings.require(_rewritten(hashes) == content, f"{path} is not as it was written.")\n',
-            "",
-        ),
-        ("a reformatted certificate passes", "    if _rewritten(values) != content:", "    if False:"),
-        ("a hidden hand seed passes", "    if certificate is not None and key.keys.hand_seeded:", "    if False:"),
         (
             "false charges pass",
             '    findings.require(same, "certificate: the list of charges is not the ledger\'s.")\n',
@@ -212,6 +208,30 @@ LEDGER = (
             '    findings.require(consistent, "certificate: for_release',
             '    findings.require(True, "certificate: for_release',
         ),
+    ),
+    *mutations(
+        "test_verify",
+        "verify/check.py",
+        (
+            "verify ignores the checkpoints",
+            "            check_private(place.run, entries, certificate, findings)",
+            "            pass",
+        ),
+        ("verify ignores the manifest", "check_manifest(place.release, findings) if place.whole else None", "None"),
+        ("verify ignores the weights", "            check_files(place, certificate, findings)", "            pass"),
+    ),
+    *mutations(
+        "test_verify",
+        "verify/files.py",
+        ("added files pass", "    for name in sorted(present - hashes.keys()):", "    for name in ():"),
+        ("missing files pass", "    for name in sorted(hashes.keys() - present):", "    for name in ():"),
+        (
+            "a reformatted manifest passes",
+            '    findings.require(rewritten(dict(sorted(hashes.items()))) == content, f"{path} is not as it was written.")\n',
+            "",
+        ),
+        ("a reformatted certificate passes", "    if rewritten(values) != content:", "    if False:"),
+        ("a hidden hand seed passes", "    if certificate is not None and key.keys.hand_seeded:", "    if False:"),
     ),
     *mutations(
         "test_runfolder",

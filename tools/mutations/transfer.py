@@ -101,10 +101,10 @@ TRANSFER = (
         ("a full memory is a crash", "    except MemoryError as error:", "    except BufferError as error:"),
     ),
     *mutations(
-        "test_transfer test_data_npz",
-        "data/npz.py",
-        ("arrays may execute", "        if dtype.hasobject:\n", "        if False:\n"),
-        ("arrays may promise more", "        if math.prod(shape) * dtype.itemsize !=", "        if 0 > 1 !="),
+        "test_hostile test_data_npz",
+        "data/npy.py",
+        ("arrays may execute", "    if dtype.hasobject:\n", "    if False:\n"),
+        ("arrays may promise more", "    if promised != size - file.tell():", "    if False:"),
     ),
     *mutations(
         "test_transfer",
@@ -162,20 +162,28 @@ TRANSFER = (
         "training/start.py",
         (
             "a fork to other data is not stamped",
-            "    note_ancestry(ledger, config)  # a fork may have brought other data\n",
+            "    note_declarations(ledger, config, pictures)  # a fork may have brought other data or settings\n",
             "",
         ),
     ),
     *mutations(
         "test_transfer_ancestry",
-        "certificate.py",
+        "certificate/claims.py",
         ("stamps of the ledger are left out", 'if note["what"] == NOT_FOR_RELEASE]', "if False]"),
-        ("bounds are rounded to the nearest", "prec=4, rounding=ROUND_CEILING", "prec=4"),
     ),
     *mutations(
         "test_transfer_ancestry",
-        "verify.py",
+        "rounding.py",
+        ("bounds are rounded to the nearest", "prec=digits, rounding=ROUND_CEILING", "prec=digits"),
+    ),
+    *mutations(
+        "test_transfer_ancestry",
+        "verify/claims.py",
         ("other data than the ledger's pass", "not names or source in names", "True"),
+    ),
+    *mutations(
+        "test_transfer_ancestry",
+        "verify/check.py",
         (
             "a release that is not in order will do",
             "if found.problems or certificate is None",

@@ -8,31 +8,45 @@ from dpvision.accounting.calibrate import (
     calibrate_steps,
 )
 from dpvision.accounting.charges import Charges
+from dpvision.accounting.groups import owner_guarantee, row_guarantee
 from dpvision.accounting.guarantees import Accountant, guarantee, mechanism_guarantee, privacy_curve
 from dpvision.accounting.meaning import attack_success, cautions, describe, propose_delta
 from dpvision.accounting.meter import EpsilonMeter
 from dpvision.accounting.plan import PlanRow, plan, steps_for_epochs
+from dpvision.accounting.profile import GaussianDP, Profile, gaussian_dp, privacy_profile, true_positive_bound
 from dpvision.accounting.published import Published, published_settings
 from dpvision.accounting.scaling import scaled
+from dpvision.accounting.tuning import STOPPINGS, Stopping, all_trials, best_of_random_many
 
 __all__ = [
+    "STOPPINGS",
     "Accountant",
     "Charges",
     "EpsilonMeter",
+    "GaussianDP",
     "PlanRow",
+    "Profile",
     "Published",
+    "Stopping",
+    "all_trials",
     "attack_success",
+    "best_of_random_many",
     "calibrate_expected_batch_size",
     "calibrate_noise_multiplier",
     "calibrate_steps",
     "cautions",
     "describe",
+    "gaussian_dp",
     "guarantee",
     "mechanism_guarantee",
+    "owner_guarantee",
     "plan",
     "privacy_curve",
+    "privacy_profile",
     "propose_delta",
     "published_settings",
+    "row_guarantee",
     "scaled",
     "steps_for_epochs",
+    "true_positive_bound",
 ]

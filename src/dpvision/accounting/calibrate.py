@@ -23,6 +23,7 @@ from dpvision.accounting.pld import most_steps, pld_epsilon
 from dpvision.accounting.search import Decimals, Scale, WholeNumbers, last_within
 from dpvision.checks import ArgumentError, Problems
 from dpvision.mechanism import Adjacency, Event
+from dpvision.rounding import rounded_up
 
 NOISE_SCALE = Decimals(digits=5, descending=True)
 BATCH_SCALE = Decimals(digits=6)
@@ -104,7 +105,8 @@ def calibrate_steps(
     if steps is None:
         raise ArgumentError(
             f"target_epsilon {target_epsilon} does not allow a single step: one costs "
-            f"{budget.epsilon([(event, 1)]):.4g}. Raise noise_multiplier or target_epsilon, or lower the batch size."
+            f"{rounded_up(budget.epsilon([(event, 1)]))}. Raise noise_multiplier or target_epsilon, or lower the batch "
+            "size."
         )
     if steps >= most_steps(delta):
         raise ArgumentError(
@@ -190,7 +192,7 @@ class _Budget:
         already = self.epsilon([]) if self.extra else 0.0
         if not already < self.target_epsilon:
             raise ArgumentError(
-                f"target_epsilon must be above what the extra charges cost ({already:.4g}), "
+                f"target_epsilon must be above what the extra charges cost ({rounded_up(already)}), "
                 f"got {self.target_epsilon}. Raise target_epsilon or put more noise on the extra releases."
             )
 

@@ -6,6 +6,7 @@ import math
 
 from dpvision.checks import Problems
 from dpvision.mechanism import Guarantee
+from dpvision.rounding import rounded_up
 
 # Largest share of 1/num_units that still counts as clearly below it.
 _CLEARLY_BELOW = 2 / 3
@@ -50,9 +51,10 @@ def describe(guarantee: Guarantee) -> str:
     success = attack_success(guarantee, false_positive_rate=_DISPLAY_RATE)
     factor = math.exp(min(guarantee.epsilon, 700.0))
     return (
-        f"{change} makes any outcome at most {factor:,.3g} times as likely, plus {guarantee.delta:g}; an attacker who "
-        f"may wrongly accuse 1 in 100 outsiders finds at most {100 * success:.3g} in 100 members "
-        f"(epsilon {guarantee.epsilon:.4g}, {_strength(guarantee.epsilon)})."
+        f"{change} makes any outcome at most {rounded_up(factor, digits=3)} times as likely, plus "
+        f"{rounded_up(guarantee.delta)}; an attacker who "
+        f"may wrongly accuse 1 in 100 outsiders finds at most {rounded_up(100 * success, digits=3)} in 100 members "
+        f"(epsilon {rounded_up(guarantee.epsilon)}, {_strength(guarantee.epsilon)})."
     )
 
 
@@ -64,16 +66,16 @@ def cautions(guarantee: Guarantee, *, num_units: int) -> tuple[str, ...]:
     found: list[str] = []
     if guarantee.delta * num_units >= 1:
         found.append(
-            f"delta {guarantee.delta:g} is not below 1/num_units ({1 / num_units:.3g}): publishing one "
+            f"delta {rounded_up(guarantee.delta)} is not below 1/num_units ({1 / num_units:.3g}): publishing one "
             f"{guarantee.privacy_unit} at random would satisfy it. Use {propose_delta(num_units):g} or less."
         )
     if guarantee.epsilon >= _MEANINGLESS:
         found.append(
-            f"epsilon {guarantee.epsilon:.4g} is so large that it promises next to nothing: the bound alone lets an "
-            "attacker recognise practically every member. Aim for 10 or less."
+            f"epsilon {rounded_up(guarantee.epsilon)} is so large that it promises next to nothing: the bound alone "
+            "lets an attacker recognise practically every member. Aim for 10 or less."
         )
     elif guarantee.epsilon > _WEAK:
-        found.append(f"epsilon {guarantee.epsilon:.4g} is a weak promise. Aim for 10 or less.")
+        found.append(f"epsilon {rounded_up(guarantee.epsilon)} is a weak promise. Aim for 10 or less.")
     return tuple(found)
 
 

@@ -16,6 +16,7 @@ from matplotlib.ticker import NullLocator, StrMethodFormatter
 from dpvision.accounting.plan import PlanRow
 from dpvision.accounting.published import Published
 from dpvision.checks import ArgumentError
+from dpvision.rounding import rounded_up
 
 
 def draw_plan(rows: Sequence[PlanRow], path: Path, *, published: Sequence[Published] = ()) -> None:
@@ -40,7 +41,7 @@ def draw_plan(rows: Sequence[PlanRow], path: Path, *, published: Sequence[Publis
     effective_axes.legend(handles=list(_marks(stars=bool(published))), fontsize="x-small")
     spent = rows[0].guarantee
     figure.suptitle(
-        f"epsilon ≤ {max(row.guarantee.epsilon for row in rows):.5g}, delta {spent.delta:g}, "
+        f"epsilon ≤ {rounded_up(max(row.guarantee.epsilon for row in rows))}, delta {rounded_up(spent.delta)}, "
         f"{rows[0].num_units} units ({spent.adjacency})"
     )
     figure.savefig(path, dpi=120)

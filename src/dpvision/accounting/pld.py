@@ -12,6 +12,7 @@ know nothing of pessimism, so we ask for a slightly stricter delta than the call
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from statistics import NormalDist
@@ -21,6 +22,7 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution as distributions
 from numpy.typing import NDArray
+from scipy.special import log_ndtr
 
 from dpvision.accounting.charges import Charges, merge
 from dpvision.checks import ArgumentError
@@ -36,6 +38,8 @@ WIDEST_INTERVAL = 64.0  # wider cells overflow an exponential
 MOST_CELLS_OF_ONE_STEP = 2**17
 MOST_CELLS = 2**20
 MOST_STEPS = 10**8
+
+Loss = distributions.PrivacyLossDistribution
 
 _RELATIONS: dict[Adjacency, NeighboringRelation] = {
     "add_remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -57,8 +61,8 @@ def pld_epsilon(charges: Charges, *, delta: float, adjacency: Adjacency) -> floa
     strict_delta = _strict_delta(merged, delta)
     grid = choose_grid(merged, delta=delta)
     if grid.interval > WIDEST_INTERVAL:
-        return _epsilon_without_sampling(merged, strict_delta, adjacency)
-    return _epsilon_of(_compose(merged, grid, _RELATIONS[adjacency]), strict_delta)
+        return epsilon_without_sampling(merged, strict_delta, adjacency)
+    return epsilon_of(_compose(merged, grid, _RELATIONS[adjacency]), strict_delta)
 
 
 @final
@@ -76,22 +80,34 @@ def choose_grid(charges: Charges, *, delta: float) -> Grid:
 
     Guarantee: none needed. Every grid gives an upper bound; this one gives a tight one quickly.
     """
-    log_tail = math.log(delta) - 30
-    reach = -NormalDist().inv_cdf(math.exp(log_tail) / 2)
-    moments = [(*_loss_moments(event), count) for event, count in charges]
-    mean = math.fsum(count * one_mean for one_mean, _, count in moments)
-    variance = math.fsum(count * one_deviation**2 for _, one_deviation, count in moments)
-    steps = sum(count for _, _, count in moments)
-    room_of_one_step = max(_loss_range(event, reach) for event, _ in charges)
+    reach = tail_reach(delta)
+    losses = [(*_loss_moments(event), _loss_range(event, reach), count) for event, count in charges]
+    return grid_for(losses, delta=delta, most_cells_of_one_step=MOST_CELLS_OF_ONE_STEP)
+
+
+def tail_reach(delta: float) -> float:
+    """How many standard deviations of the noise are looked at."""
+    return -NormalDist().inv_cdf(math.exp(_log_tail(delta)) / 2)
+
+
+def _log_tail(delta: float) -> float:
+    return math.log(delta) - 30
+
+
+def grid_for(losses: Sequence[tuple[float, float, float, int]], *, delta: float, most_cells_of_one_step: int) -> Grid:
+    """A grid from mean, standard deviation and range of each kind of release's loss, and how often it was made."""
+    mean = math.fsum(count * one_mean for one_mean, _, _, count in losses)
+    variance = math.fsum(count * one_deviation**2 for _, one_deviation, _, count in losses)
+    steps = sum(count for _, _, _, count in losses)
     width = max(
         FINEST_INTERVAL,
         math.sqrt(variance / steps) / CELLS_PER_DEVIATION,
-        room_of_one_step / MOST_CELLS_OF_ONE_STEP,
-        (mean + 2 * reach * math.sqrt(variance)) / MOST_CELLS,
+        max(room for _, _, room, _ in losses) / most_cells_of_one_step,
+        (mean + 2 * tail_reach(delta) * math.sqrt(variance)) / MOST_CELLS,
     )
     return Grid(
         interval=2.0 ** math.ceil(math.log2(width)),
-        log_tail_of_one_step=log_tail,
+        log_tail_of_one_step=_log_tail(delta),
         tail_mass=delta * 1e-7,
     )
 
@@ -102,7 +118,15 @@ def most_steps(delta: float) -> int:
 
 
 def _strict_delta(charges: Charges, delta: float) -> float:
-    margin = ROUNDING_PER_STEP * sum(count for _, count in charges)
+    return stricter(delta, _margin(charges))
+
+
+def _margin(charges: Charges) -> float:
+    return ROUNDING_PER_STEP * sum(count for _, count in charges)
+
+
+def stricter(delta: float, margin: float) -> float:
+    """``delta`` less what numerical errors may have taken off it; refuses a delta that they would decide about."""
     if not margin < delta / 2:
         raise ArgumentError(
             f"delta must be > {2 * margin:.1e} for so many steps, got {delta}: below that, rounding errors would "
@@ -111,35 +135,75 @@ def _strict_delta(charges: Charges, delta: float) -> float:
     return delta - margin
 
 
-def _compose(charges: Charges, grid: Grid, relation: NeighboringRelation) -> distributions.PrivacyLossDistribution:
-    parts: list[distributions.PrivacyLossDistribution] = []
-    for event, count in charges:
-        loss = _loss_of_one(event.sample_rate, event.noise_multiplier, relation, grid)
-        parts.append(loss.self_compose(count, grid.tail_mass) if count > 1 else loss)
+def _compose(charges: Charges, grid: Grid, relation: NeighboringRelation) -> Loss:
+    return composed(
+        [(loss_of_one(event.sample_rate, event.noise_multiplier, relation, grid), count) for event, count in charges],
+        grid,
+    )
+
+
+def composed(losses: Sequence[tuple[Loss, int]], grid: Grid) -> Loss:
+    """The loss of all releases together, from that of each kind and how often it was made."""
+    parts = [loss.self_compose(count, grid.tail_mass) if count > 1 else loss for loss, count in losses]
     return reduce(lambda left, right: left.compose(right, grid.tail_mass), parts)
 
 
-def _epsilon_of(composed: distributions.PrivacyLossDistribution, delta: float) -> float:
+def epsilon_of(composed: Loss, delta: float) -> float:
+    """The least epsilon that a composed loss keeps at ``delta``, never negative."""
     # Asked first, because the search for epsilon walks down to losses whose exponential may overflow.
     if float(composed.get_delta_for_epsilon(0.0)) <= delta:
         return 0.0
     return max(0.0, float(composed.get_epsilon_for_delta(delta)))
 
 
-def _epsilon_without_sampling(charges: Charges, delta: float, adjacency: Adjacency) -> float:
+def epsilon_without_sampling(charges: Charges, delta: float, adjacency: Adjacency) -> float:
     """A closed form for epsilons in the tens of millions: as if every step used every unit.
 
     With mu the total shift in units of the noise, delta(epsilon) <= Phi(mu/2 - epsilon/mu).
     """
-    shift = 2.0 if adjacency == "replace_one" else 1.0
-    precision = math.fsum(count * (shift / event.noise_multiplier) ** 2 for event, count in charges)
-    return precision / 2 + math.sqrt(precision) * -NormalDist().inv_cdf(delta)
+    shift = shift_without_sampling(charges, adjacency)
+    return shift**2 / 2 + shift * -NormalDist().inv_cdf(delta)
+
+
+def shift_without_sampling(charges: Charges, adjacency: Adjacency) -> float:
+    """How far one unit could move all releases together, in standard deviations, if every step used every unit.
+
+    Guarantee: the charges are no worse than one Gaussian release with this shift, at every epsilon.
+    """
+    one = 2.0 if adjacency == "replace_one" else 1.0
+    return math.sqrt(math.fsum(count * (one / event.noise_multiplier) ** 2 for event, count in charges))
+
+
+def pld_deltas(
+    charges: Charges, *, epsilons: NDArray[np.float64], delta: float, adjacency: Adjacency
+) -> NDArray[np.float64]:
+    """A delta for each of ``epsilons`` (rising, none negative) that the charges keep, on the grid for ``delta``.
+
+    Guarantee: upper bounds, as in ``pld_epsilon``; never above 1.
+    """
+    merged = merge(charges)
+    if not merged:
+        return np.zeros_like(epsilons)
+    grid = choose_grid(merged, delta=delta)
+    if grid.interval > WIDEST_INTERVAL:
+        return gaussian_deltas(shift_without_sampling(merged, adjacency), epsilons)
+    with np.errstate(over="ignore"):  # of losses that are left out just after
+        deltas = np.asarray(_compose(merged, grid, _RELATIONS[adjacency]).get_delta_for_epsilon(epsilons.tolist()))
+    return np.clip(deltas + _margin(merged), 0.0, 1.0)
+
+
+def gaussian_deltas(shift: float, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The exact deltas of one Gaussian release that a unit can move by ``shift`` standard deviations."""
+    if shift == 0:
+        return np.zeros_like(epsilons)
+    first = log_ndtr(-epsilons / shift + shift / 2)
+    second = epsilons + log_ndtr(-epsilons / shift - shift / 2)
+    return -np.expm1(np.minimum(second - first, 0.0)) * np.exp(first)
 
 
 @lru_cache(maxsize=16)
-def _loss_of_one(
-    sample_rate: float, noise_multiplier: float, relation: NeighboringRelation, grid: Grid
-) -> distributions.PrivacyLossDistribution:
+def loss_of_one(sample_rate: float, noise_multiplier: float, relation: NeighboringRelation, grid: Grid) -> Loss:
+    """The discretised loss of one Poisson-sampled Gaussian release, remembered."""
     loss = distributions.from_gaussian_mechanism(
         standard_deviation=noise_multiplier,
         pessimistic_estimate=True,

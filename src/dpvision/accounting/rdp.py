@@ -42,11 +42,7 @@ def rdp_epsilon(charges: Charges, *, delta: float, adjacency: Adjacency) -> floa
 
     Guarantee: an upper bound; refuses ``replace_one``, for which no RDP of a Poisson-sampled Gaussian is proved.
     """
-    if adjacency not in _RELATIONS:
-        raise ArgumentError(
-            f"adjacency must be add_remove or zero_out for the rdp accountant, got {adjacency}: RDP of Poisson-sampled "
-            "Gaussian noise is not proved for it. Use the pld accountant."
-        )
+    _require_relation(adjacency)
     merged = merge(charges)
     if not merged:
         return 0.0
@@ -56,22 +52,55 @@ def rdp_epsilon(charges: Charges, *, delta: float, adjacency: Adjacency) -> floa
     return max(0.0, epsilon)
 
 
-def _epsilon_by_dp_accounting(charges: Charges, delta: float, relation: NeighboringRelation) -> float:
-    accountant = RdpAccountant(neighboring_relation=relation)
+def rdp_curve(charges: Charges, *, adjacency: Adjacency) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Orders above 1, and a bound on the charges' Rényi divergence at each, finite or not named.
+
+    Guarantee: upper bounds, the smaller of dp-accounting's and, at fractional orders, of the quadrature.
+    """
+    _require_relation(adjacency)
+    merged = merge(charges)
     with _without_notes_on_orders():
-        for event, count in charges:
-            sampled = PoissonSampledDpEvent(event.sample_rate, GaussianDpEvent(event.noise_multiplier))
-            accountant.compose(sampled, count)
-            accountant.compose(ZCDpEvent(rho=0.0, xi=ROUNDING_PER_STEP), count)
-        return float(accountant.get_epsilon(delta))
+        accountant = _accountant(merged, _RELATIONS[adjacency])
+    known = dict(zip(accountant.orders.tolist(), accountant.rdp.tolist(), strict=True))
+    if all(event.noise_multiplier >= LEAST_NOISE_FOR_QUADRATURE for event, _ in merged):
+        for order, divergence in zip(FRACTIONAL_ORDERS.tolist(), _by_quadrature(merged).tolist(), strict=True):
+            known[order] = min(divergence, known.get(order, math.inf))
+    found = sorted((order, value) for order, value in known.items() if order > 1 and math.isfinite(value))
+    return np.array([order for order, _ in found]), np.array([value for _, value in found])
+
+
+def _require_relation(adjacency: Adjacency) -> None:
+    if adjacency not in _RELATIONS:
+        raise ArgumentError(
+            f"adjacency must be add_remove or zero_out for the rdp accountant, got {adjacency}: RDP of Poisson-sampled "
+            "Gaussian noise is not proved for it. Use the pld accountant."
+        )
+
+
+def _epsilon_by_dp_accounting(charges: Charges, delta: float, relation: NeighboringRelation) -> float:
+    with _without_notes_on_orders():
+        return float(_accountant(charges, relation).get_epsilon(delta))
+
+
+def _accountant(charges: Charges, relation: NeighboringRelation) -> RdpAccountant:
+    accountant = RdpAccountant(neighboring_relation=relation)
+    for event, count in charges:
+        sampled = PoissonSampledDpEvent(event.sample_rate, GaussianDpEvent(event.noise_multiplier))
+        accountant.compose(sampled, count)
+        accountant.compose(ZCDpEvent(rho=0.0, xi=ROUNDING_PER_STEP), count)
+    return accountant
 
 
 def _epsilon_by_quadrature(charges: Charges, delta: float) -> float:
+    epsilon, _ = compute_epsilon(list(FRACTIONAL_ORDERS), list(_by_quadrature(charges)), delta)
+    return float(epsilon)
+
+
+def _by_quadrature(charges: Charges) -> NDArray[np.float64]:
     total = np.zeros_like(FRACTIONAL_ORDERS)
     for event, count in charges:
         total += count * (renyi_divergences(event, FRACTIONAL_ORDERS) + ROUNDING_PER_STEP)
-    epsilon, _ = compute_epsilon(list(FRACTIONAL_ORDERS), list(total), delta)
-    return float(epsilon)
+    return total
 
 
 def renyi_divergences(event: Event, orders: NDArray[np.float64]) -> NDArray[np.float64]:

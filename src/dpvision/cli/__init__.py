@@ -5,12 +5,14 @@ from __future__ import annotations
 import typer
 
 from dpvision.cli.accounting import calibrate, epsilon, plan
+from dpvision.cli.audit import audit
 from dpvision.cli.bench import bench
 from dpvision.cli.check import check
 from dpvision.cli.lists import models, recipes
 from dpvision.cli.output import printable
 from dpvision.cli.report import report
 from dpvision.cli.reproduce import reproduce
+from dpvision.cli.sign import keygen, sign
 from dpvision.cli.train import INTERRUPTED, resume, train
 from dpvision.cli.use import evaluate, predict
 from dpvision.cli.verify import verify
@@ -32,6 +34,9 @@ for _command in (
     evaluate,
     predict,
     verify,
+    audit,
+    sign,
+    keygen,
     report,
     check,
     models,

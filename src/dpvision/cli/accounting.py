@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from dpvision.cli.output import print_json, user_errors
+from dpvision.cli.tuning import OF_A_SEARCH, owner_figures, search_figures
 
 if TYPE_CHECKING:
     from dpvision.mechanism import Adjacency, Mechanism
@@ -40,6 +41,12 @@ def epsilon(
     epochs: Epochs = None,
     delta: Delta = None,
     adjacency: AdjacencyName = "add_remove",
+    trials: Annotated[
+        int | None, typer.Option(help="Also the cost of so many runs in search of settings. Example: --trials 20")
+    ] = None,
+    most_rows_per_owner: Annotated[
+        int | None, typer.Option(help="Also for an owner of so many units. Example: --most-rows-per-owner 30")
+    ] = None,
     json: Json = False,
 ) -> None:
     """What a mechanism costs: epsilon by PLD, and by RDP beside it.
@@ -51,7 +58,14 @@ def epsilon(
             num_units=num_units, expected_batch_size=expected_batch_size, noise_multiplier=noise_multiplier
         )
         mechanism = _mechanism(units, batch, noise, _count_steps(steps, epochs, units, batch), adjacency)
-        _print_mechanism(mechanism, delta=_choose_delta(delta, units, json=json), json=json)
+        chosen = _choose_delta(delta, units, json=json)
+        extra = {
+            **search_figures(mechanism, delta=chosen[0], trials=trials),
+            **owner_figures(mechanism, delta=chosen[0], most_rows=most_rows_per_owner),
+        }
+        _print_mechanism(mechanism, delta=chosen, json=json, extra=extra)
+        if trials is not None and not json:
+            typer.echo(OF_A_SEARCH)
 
 
 def calibrate(
@@ -265,8 +279,17 @@ def _print_mechanism(
         return
     for name, value in figures.items():
         if value is not None and name != "delta_proposed":
-            typer.echo(f"{name:20} {value:.6g}" if isinstance(value, float) else f"{name:20} {value}")
+            typer.echo(f"{name:20} {_shown(name, value)}")
     typer.echo(describe(by_pld))
+
+
+def _shown(name: str, value: Any) -> str:
+    """A figure in six digits. A bound is rounded up; a batch size must come out as it went in."""
+    from dpvision.rounding import rounded_up
+
+    if not isinstance(value, float):
+        return str(value)
+    return rounded_up(value, digits=6) if name == "delta" or name.startswith("epsilon") else f"{value:.6g}"
 
 
 def _rdp_if_proved(mechanism: Mechanism, delta: float) -> tuple[float | None, list[str]]:

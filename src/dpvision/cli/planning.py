@@ -49,7 +49,7 @@ def print_scaling(
 
     ``up`` says that the search was given and the target found; ``delta`` comes with whether it was proposed.
     """
-    from dpvision.certificate import rounded_up
+    from dpvision.rounding import rounded_up
 
     figures = {"search": _mechanism_figures(search, delta[0]), "target": _mechanism_figures(target, delta[0])}
     notes = [
@@ -131,7 +131,7 @@ def _print_rows(rows: Sequence[PlanRow], *, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from dpvision.certificate import rounded_up
+    from dpvision.rounding import rounded_up
 
     table = Table(title=title, caption=_CAPTION)
     for heading in ("batch", "epochs", "steps", "noise multiplier", "effective noise", "× full", "signal", "epsilon"):
@@ -151,7 +151,7 @@ def _print_table(lines: Sequence[Mapping[str, Any]], *, title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from dpvision.certificate import rounded_up
+    from dpvision.rounding import rounded_up
 
     table = Table(title=title)
     for name in lines[0]:

@@ -48,9 +48,10 @@ class TerminalProgress:
         self._bar.update(self._task, completed=done, epsilon=text)
 
     def evaluated(self, point: dict[str, Any]) -> None:
-        """Show the newest test accuracy."""
+        """Show the newest figure of the test split: accuracy, or Dice."""
         if self._bar is not None:
-            self._bar.update(self._task, accuracy=f"test {point['accuracy']:.2%}")
+            figure = f"Dice {point['dice']:.3f}" if "dice" in point else f"{point['accuracy']:.2%}"
+            self._bar.update(self._task, accuracy=f"test {figure}")
 
     def said(self, text: str) -> None:
         """One line above the bar."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpvision.cli.output import print_json, printable, user_errors
+from dpvision.cli.output import known_device, print_json, printable, user_errors
 
 if TYPE_CHECKING:
     from dpvision.reproduce import Report
@@ -21,7 +21,7 @@ def reproduce(
     repeats: Annotated[int, typer.Option(help="Runs of each row. Each is a release of its own.")] = 1,
     rows: Annotated[str | None, typer.Option(help="Names of rows, by commas; * stands for anything.")] = None,
     output: Annotated[Path | None, typer.Option(help="Default: reproduce/TABLE, with -cpu or -quick after it.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.", callback=known_device)] = "cpu",
     show: Annotated[bool, typer.Option("--list", help="List the tables, or the rows of one, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print as JSON on stdout.")] = False,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpvision.cli.output import print_json, user_errors
+from dpvision.cli.output import known_device, print_json, user_errors
 
 if TYPE_CHECKING:
     from dpvision.training import RunResult
@@ -23,6 +23,12 @@ def train(
             help="A folder of class folders, an .npz file, or mnist, fashionmnist, cifar10, cifar100, digits."
         ),
     ] = None,
+    masks: Annotated[
+        str | None,
+        typer.Argument(help="With --task segmentation: the masks, a folder or file beside that of the pictures."),
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="classification, or segmentation: every pixel has a class.")] = None,
+    loss: Annotated[str | None, typer.Option(help="cross_entropy; for masks also dice, dice_cross_entropy.")] = None,
     recipe: Annotated[str | None, typer.Option(help="A named setting; `dpvision recipes` lists them.")] = None,
     scale: Annotated[str, typer.Option(help="paper, or cpu: the recipe's reduced version, if it has one.")] = "paper",
     quick: Annotated[bool, typer.Option("--quick", help="Smoke test of a recipe: two steps, made-up data.")] = False,
@@ -39,6 +45,13 @@ def train(
     ] = False,
     num_units: Annotated[int | None, typer.Option(help="Declared number of privacy units.")] = None,
     test: Annotated[str | None, typer.Option(help="A public test set; else a part is held out.")] = None,
+    test_masks: Annotated[str | None, typer.Option(help="The masks of the public test set.")] = None,
+    mask_classes: Annotated[str | None, typer.Option(help="merged (any value is foreground) or classes.")] = None,
+    only_foreground: Annotated[
+        bool, typer.Option("--only-foreground", help="Leave out pictures whose mask is empty.")
+    ] = False,
+    volume_axis: Annotated[int | None, typer.Option(help="Axis along which volumes are cut: 0, 1 or 2.")] = None,
+    window: Annotated[tuple[float, float] | None, typer.Option(help="Intensities from LOW to HIGH.")] = None,
     model: Annotated[str | None, typer.Option(help="A model's name; `dpvision models` lists them.")] = None,
     option: Annotated[list[str] | None, typer.Option(help="A model's option, as name=value.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="sgd, adam, adamw, nadam or rmsprop.")] = None,
@@ -49,6 +62,11 @@ def train(
     unit_column: Annotated[str | None, typer.Option(help="Array or CSV column that names the owner of a row.")] = None,
     unit_csv: Annotated[Path | None, typer.Option(help="CSV of file and unit.")] = None,
     unit_folder_level: Annotated[int | None, typer.Option(help="Which folder of a path names the unit.")] = None,
+    unit_pattern: Annotated[str | None, typer.Option(help="Regular expression: its group names the unit.")] = None,
+    units: Annotated[str | None, typer.Option(help="auto (owners where known), owners or rows.")] = None,
+    most_rows_per_owner: Annotated[
+        int | None, typer.Option(help="With units=rows: use so many rows of an owner, who then gets a figure too.")
+    ] = None,
     rows_per_unit: Annotated[int | None, typer.Option(help="At most so many rows of a unit in a step.")] = None,
     privacy_unit: Annotated[str | None, typer.Option(help="What a unit is, in a word: example, patient …")] = None,
     views: Annotated[int | None, typer.Option(help="Random views of a picture, averaged before the clip.")] = None,
@@ -65,6 +83,7 @@ def train(
     head_steps: Annotated[int | None, typer.Option(help="With head_then_all: steps for the head alone.")] = None,
     initialisation: Annotated[str | None, typer.Option(help="weights or mean_var.")] = None,
     cache_features: Annotated[str | None, typer.Option(help="Of a frozen front: memory, disk or off.")] = None,
+    feature_precision: Annotated[str | None, typer.Option(help="Kept features: float32 or bfloat16.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Where known datasets lie.")] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip and count pictures that can't be read.")] = False,
     no_privacy: Annotated[bool, typer.Option("--no-privacy", help="Ordinary training: no guarantee at all.")] = False,
@@ -73,14 +92,17 @@ def train(
     microbatch_size: Annotated[int | None, typer.Option(help="Units at a time: memory and speed only.")] = None,
     unsafe_seed: Annotated[int | None, typer.Option(help="Repeatable noise, for experiments: not for release.")] = None,
     output: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME-1, -2 …")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.", callback=known_device)] = "cpu",
     json: Json = False,
 ) -> None:
     """Train privately: pictures in; model, certificate and report out.
 
     Example: dpvision train ./scans --target-epsilon 3
+    For masks: dpvision train --task segmentation ./slices ./masks --target-epsilon 3
     """
     given = {
+        "task": task,
+        "loss": loss,
         "data": {
             "source": source,
             "test": test,
@@ -89,6 +111,14 @@ def train(
             "unit_column": unit_column,
             "unit_csv": _text(unit_csv),
             "unit_folder_level": unit_folder_level,
+            "unit_pattern": unit_pattern,
+            "units": units,
+            "masks": masks,
+            "test_masks": test_masks,
+            "mask_classes": mask_classes,
+            "only_foreground": only_foreground or None,
+            "volume_axis": volume_axis,
+            "window": window,
             "rows_per_unit": rows_per_unit,
             "data_dir": _text(data_dir),
             "skip_bad": skip_bad or None,
@@ -104,6 +134,7 @@ def train(
             "clipping": clipping,
             "unit_norm": unit_norm or None,
             "num_units": num_units,
+            "most_rows_per_owner": most_rows_per_owner,
             "privacy_unit": privacy_unit,
         },
         "views": {
@@ -124,6 +155,7 @@ def train(
             "initialisation": initialisation,
         },
         "cache_features": cache_features,
+        "feature_precision": feature_precision,
         "optimizer": {"name": optimizer, "learning_rate": learning_rate, "momentum": momentum},
         "performance": {"microbatch_size": microbatch_size},
         "evaluations": evaluations,
@@ -149,7 +181,7 @@ def resume(
     fork: Annotated[
         bool, typer.Option("--fork", help="Go on although the data changed: other noise, charged again.")
     ] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu or cuda.", callback=known_device)] = "cpu",
     json: Json = False,
 ) -> None:
     """Go on with a run that was interrupted.

@@ -4,6 +4,7 @@ from dpvision.data.draws import PoissonBatch, PoissonDraws, mismatch_note
 from dpvision.data.features import FeatureBatch, FeatureDraws, Features, extract, kept_features
 from dpvision.data.holdout import hold_out
 from dpvision.data.known import KNOWN, KnownSet, cache_folder
+from dpvision.data.nifti import Volume, is_volume, read_volume, volume_pictures
 from dpvision.data.normalisation import Normalisation, fixed_normalisation
 from dpvision.data.npz import read_member
 from dpvision.data.options import LoadOptions, Progress
@@ -28,6 +29,7 @@ __all__ = [
     "Splits",
     "UnitRows",
     "ViewSettings",
+    "Volume",
     "cache_folder",
     "dense_units",
     "erase_views",
@@ -35,6 +37,7 @@ __all__ = [
     "fixed_normalisation",
     "hold_out",
     "inspect",
+    "is_volume",
     "kept_features",
     "known_sources",
     "load",
@@ -43,6 +46,8 @@ __all__ = [
     "make_views",
     "mismatch_note",
     "read_member",
+    "read_volume",
     "released_normalisation",
     "store_of_arrays",
+    "volume_pictures",
 ]

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import gzip
 import tarfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, final
+from typing import IO, Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dpvision.checks import DataError
+from dpvision.data.limits import open_regular
 from dpvision.data.pickled import read_plain_pickle
 from dpvision.data.store import ImageStore, store_of_arrays
-from dpvision.data.wording import shown, some_of
+from dpvision.data.wording import printable, shown, some_of
 
 PIXELS = 3 * 32 * 32
 MAX_FILE_BYTES = 256 * 2**20
+# The official archives unpack to less than 200 MiB and have fewer than ten members.
+MAX_ARCHIVE_BYTES = 512 * 2**20
+MAX_MEMBERS = 1_000
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
@@ -157,7 +163,7 @@ def _class_names(files: Files, layout: Layout) -> tuple[str, ...]:
         found = _text_keys(read_plain_pickle(data, source=layout.names_file)).get(layout.names_key)
     if not isinstance(found, list) or len(found) != layout.num_classes:
         raise DataError(f"{shown(files.source)}/{layout.names_file} does not name {layout.num_classes} classes.")
-    return tuple(_text(name) for name in found)
+    return tuple(printable(_text(name)) for name in found)
 
 
 def _text_keys(values: Mapping[Any, Any]) -> dict[str, Any]:
@@ -174,37 +180,70 @@ def _text(value: Any) -> str:
 
 def _file_content(path: Path) -> bytes:
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise DataError(f"{shown(path)} is larger than any CIFAR file.")
-        return path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise DataError(f"{shown(path)} can't be read: {shown(error)}.") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise DataError(f"{shown(path)} is larger than any CIFAR file.")
+    return content
 
 
 def _archive_content(path: Path, *, wanted: frozenset[str]) -> dict[str, bytes]:
     """The wanted files of a tar archive. One link, device or path that leads outside condemns the whole archive."""
     content: dict[str, bytes] = {}
     try:
-        with tarfile.open(path, "r:gz" if path.suffix in (".gz", ".tgz") else "r:") as archive:
-            for member in archive:
-                _check_member(member, path)
+        # As a stream, which can't be sent back and forth by the sizes that it states.
+        with _unpacked(path) as bounded, tarfile.open(fileobj=bounded, mode="r|") as archive:
+            for count, member in enumerate(archive):
+                _check_member(member, path, count=count)
                 name = PurePosixPath(member.name).name
                 if not member.isfile() or name not in wanted:
                     continue
                 if name in content:
                     raise DataError(f"{shown(path)} holds {name} twice.")
-                file = archive.extractfile(member)
-                content[name] = file.read() if file is not None else b""
-    except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error) as error:
+                found = archive.extractfile(member)
+                content[name] = found.read() if found is not None else b""
+    except (tarfile.TarError, OSError, EOFError, ValueError, LookupError, zlib.error, MemoryError) as error:
         raise DataError(f"{shown(path)} can't be read as an archive: {shown(error)}. Get it again.") from error
     return content
 
 
-def _check_member(member: tarfile.TarInfo, path: Path) -> None:
+@contextmanager
+def _unpacked(path: Path) -> Iterator[Any]:
+    with open_regular(path) as file:
+        if path.suffix not in (".gz", ".tgz"):
+            yield _Bounded(file, path)
+            return
+        with gzip.open(file, "rb") as unpacked:
+            yield _Bounded(unpacked, path)
+
+
+@final
+class _Bounded:
+    """A file that may be read up to a size: small archives can unpack to endless ones."""
+
+    def __init__(self, file: IO[bytes] | gzip.GzipFile, path: Path) -> None:
+        self._file = file
+        self._path = path
+        self._left = MAX_ARCHIVE_BYTES
+
+    def read(self, size: int) -> bytes:
+        """The next bytes."""
+        data = self._file.read(size)
+        self._left -= len(data)
+        if self._left < 0:
+            raise DataError(f"{shown(self._path)} is refused: it unpacks to more than any CIFAR archive.")
+        return data
+
+
+def _check_member(member: tarfile.TarInfo, path: Path, *, count: int) -> None:
     parts = PurePosixPath(member.name.replace("\\", "/")).parts
-    if not (member.isfile() or member.isdir()):
-        raise DataError(f"{shown(path)} is refused: {shown(member.name)} is a link or a device.")
+    if not (member.isfile() or member.isdir()) or member.issparse():
+        raise DataError(f"{shown(path)} is refused: {shown(member.name)} is a link or a device, or has holes.")
     if not parts or parts[0] == "/" or ".." in parts or ":" in parts[0]:
         raise DataError(f"{shown(path)} is refused: {shown(member.name)} leads outside the archive.")
-    if member.size > MAX_FILE_BYTES:
+    if not 0 <= member.size <= MAX_FILE_BYTES:
         raise DataError(f"{shown(path)} is refused: {shown(member.name)} is larger than any CIFAR file.")
+    if count >= MAX_MEMBERS:
+        raise DataError(f"{shown(path)} is refused: it has more members than any CIFAR archive.")

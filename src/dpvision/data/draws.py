@@ -156,10 +156,16 @@ class _Pictures:
         images = make_views(self.images.index_select(0, index), self.views, words_NKJ)
         inputs = self.normalisation.apply(images, memory_format=self.memory_format)
         inputs = erase_views(inputs, self.views, words_NKJ)
-        targets = self.labels.index_select(0, index).repeat_interleave(self.views.count, dim=0)
+        targets = self._targets(self.labels.index_select(0, index), words_NKJ)
         inputs, targets = blank_absent(inputs, targets, np.repeat(rows, self.views.count))
         weights = torch.from_numpy(row_weights(rows_UR, self.views.count)).to(index.device)
         return Microbatch(inputs, targets, weights)
+
+    def _targets(self, labels: Tensor, words_NKJ: NDArray[np.uint64]) -> Tensor:
+        """A class for each view, or for each of its pixels: a mask moves with its picture."""
+        if labels.ndim == 1:
+            return labels.repeat_interleave(self.views.count, dim=0)
+        return make_views(labels[:, None], self.views, words_NKJ, classes=True)[:, 0].to(torch.int64)
 
 
 def blank_absent(inputs: Tensor, targets: Tensor, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from dpvision.checks import DataError, Problems
 from dpvision.data.draws import NO_ROW, PoissonDraws, blank_absent, row_weights
+from dpvision.data.limits import open_regular
 from dpvision.data.normalisation import Normalisation
+from dpvision.data.npy import read_npy
 from dpvision.data.options import Progress
 from dpvision.files import disk_errors, sync_folder
 from dpvision.flow import Microbatch, Sampling
@@ -189,12 +191,13 @@ def _require_own(folder: Path) -> None:
 
 def _read(path: Path) -> Features | None:
     """The features of a file, or None if it holds something else."""
-    try:
-        with disk_errors(f"read {path}"):
-            values = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError):
-        return None
-    if not isinstance(values, np.ndarray) or values.ndim < 2 or values.dtype not in (np.float16, np.float32):
+    with disk_errors(f"read {path}"):
+        try:
+            with open_regular(path) as file:
+                values = read_npy(file, size=os.fstat(file.fileno()).st_size, where=str(path))
+        except DataError:
+            return None
+    if values.ndim < 2 or values.dtype not in (np.float16, np.float32):
         return None
     return Features(torch.from_numpy(values))
 

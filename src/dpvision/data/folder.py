@@ -15,8 +15,8 @@ import torch
 from dpvision.checks import DataError
 from dpvision.data.options import LoadOptions, Progress
 from dpvision.data.pictures import SUFFIXES, Looks, decode_all, for_each, is_picture, look
-from dpvision.data.store import ImageStore, dense_units
-from dpvision.data.units import TEST_FOLDERS, TRAIN_FOLDER, unit_names
+from dpvision.data.store import ImageStore
+from dpvision.data.units import TEST_FOLDERS, TRAIN_FOLDER, unit_names, unit_numbers
 from dpvision.data.wording import bad_files_text, printable, shown, some_of
 
 # Sides tried, largest first, when pictures have no common size and none is asked for.
@@ -68,7 +68,7 @@ def list_classes(root: Path, *, class_names: Sequence[str] | None = None, least:
     unknown = [name for name in found if class_names is not None and name not in class_names]
     if unknown:
         raise DataError(f"{shown(root)} has folders that are no class of this model: {some_of(unknown)}.")
-    everything = [file for name in found for file in _files(root / name, prefix=name)]
+    everything = [file for name in found for file in files_below(root / name, prefix=name)]
     files = sorted(file for file in everything if is_picture(Path(file)))
     if not files:
         raise DataError(f"{shown(root)} has no pictures in its class folders ({', '.join(sorted(SUFFIXES))}).")
@@ -98,12 +98,13 @@ def load_listing(
     )
     if not good:
         raise DataError(f"{shown(listing.root)}: all {len(names)} pictures were skipped: {bad_files_text(bad)}.")
+    owners = None if units is None else tuple(units[row] for row in good)
     return ImageStore(
         images=images,
         labels=listing.labels[good],
         class_names=tuple(printable(each) for each in listing.class_names),
-        unit_of_row=torch.arange(len(good)) if units is None else dense_units([units[row] for row in good]),
-        owners=None if units is None else tuple(units[row] for row in good),
+        unit_of_row=unit_numbers(owners, len(good), options),
+        owners=owners,
         name=name,
         row_names=tuple(names[row] for row in good),
         skipped=bad,
@@ -119,7 +120,7 @@ def shape_for(listing: Listing, options: LoadOptions, *, progress: Progress | No
         return options.channels, *options.size
     looks = _looks(listing, skip_bad=options.skip_bad, progress=progress)
     grey = 2 * sum(each.grey for each in looks) > len(looks)
-    size = options.size or _usual_size([(each.height, each.width) for each in looks])
+    size = options.size or usual_size([(each.height, each.width) for each in looks])
     return options.channels or (1 if grey else 3), *size
 
 
@@ -136,7 +137,7 @@ def _looks(listing: Listing, *, skip_bad: bool, progress: Progress | None) -> li
     return good
 
 
-def _usual_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+def usual_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """The size that more than half of the pictures have; else the largest usual square that half of them fill."""
     size, count = Counter(sizes).most_common(1)[0]
     if 2 * count > len(sizes) and max(size) <= MAX_COMMON_SIDE:
@@ -155,8 +156,8 @@ def _folders(root: Path) -> list[str]:
         raise DataError(f"{shown(root)} can't be listed: {shown(error)}.") from error
 
 
-def _files(folder: Path, *, prefix: str) -> list[str]:
-    """All files below ``folder``, linked folders included, each real folder once."""
+def files_below(folder: Path, *, prefix: str = "") -> list[str]:
+    """All files below ``folder`` but hidden ones, linked folders included, each real folder once."""
     files: list[str] = []
     seen: set[str] = set()
     for here, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):

@@ -15,6 +15,9 @@ from dpvision.keys import Keys
 def hold_out(store: ImageStore, *, fraction: float, keys: Keys) -> tuple[ImageStore, ImageStore]:
     """(train, test): each unit goes to test with probability ``fraction``, with all its rows.
 
+    Where owners are known, each owner goes with all rows, also where rows are the units: what is measured on a
+    patient's slice says little if its neighbours were trained on.
+
     Guarantee: each unit is decided alone, by its name, so that one unit more or less moves no other unit across, and
     neighbouring datasets leave neighbouring training parts. Rows of an .npz are named by their number: there this
     holds for a row that is added at the end. The test part is not covered by training's guarantee: what is measured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpvision.checks import DataError
+from dpvision.data.limits import open_regular, require_memory
 from dpvision.data.store import ImageStore, store_of_arrays
 from dpvision.data.wording import shown
 
@@ -25,11 +27,14 @@ STEMS = {"train": "train", "test": "t10k"}
 def read_idx(path: Path) -> NDArray[np.uint8]:
     """The array in one idx file of unsigned bytes (one or three dimensions)."""
     try:
-        if path.suffix == ".gz":
-            with gzip.open(path, "rb") as file:
-                return _read(file, path, most=path.stat().st_size * MAX_GZIP_RATIO)
-        with path.open("rb") as file:
-            return _read(file, path, most=path.stat().st_size)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if path.suffix != ".gz":
+                return _read(file, path, most=size)
+            with gzip.open(file, "rb") as unpacked:
+                return _read(unpacked, path, most=size * MAX_GZIP_RATIO)
+    except MemoryError as error:
+        raise DataError(f"{shown(path)} does not fit into memory.") from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{shown(path)} can't be read: {shown(error)}. Get the file again.") from error
 
@@ -43,6 +48,7 @@ def _read(file: BinaryIO | gzip.GzipFile, path: Path, *, most: int) -> NDArray[n
     size = math.prod(shape)
     if size > most:
         raise DataError(f"{shown(path)} promises {size} bytes (shape {shape}), more than the file can hold.")
+    require_memory(2 * size, path)
     data = _exactly(file, size, path)
     if file.read(1):
         raise DataError(f"{shown(path)} promises {size} bytes (shape {shape}), but holds more.")

@@ -2,69 +2,109 @@
 
 from __future__ import annotations
 
-import math
 import zipfile
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, final
 
 import numpy as np
-from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from dpvision.checks import DataError
+from dpvision.data.intensities import mask_bytes, mask_class_names, windowed
+from dpvision.data.limits import open_regular
+from dpvision.data.npy import read_npy
+from dpvision.data.options import LoadOptions
 from dpvision.data.store import ImageStore, store_of_arrays
-from dpvision.data.wording import shown, some_of
+from dpvision.data.wording import BadFile, printable, shown, some_of
 
 IMAGE_KEYS = {"train": ("images", "x_train", "train_images", "X", "x"), "test": ("x_test", "test_images")}
 LABEL_KEYS = {"train": ("labels", "y_train", "train_labels", "Y", "y"), "test": ("y_test", "test_labels")}
+MASK_KEYS = {"train": ("masks", "train_masks", "masks_train"), "test": ("test_masks", "masks_test")}
 # Deflate can't do better than 1 : 1032: a member that promises more is lying.
 MAX_ZIP_RATIO = 1100
 CLASS_NAMES_KEY = "class_names"
 _COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
+@final
+@dataclass(frozen=True)
+class _Part:
+    """One split as it stands in the file."""
+
+    images: NDArray[Any]
+    answers: NDArray[Any]
+    owners: NDArray[Any] | None
+
+
 def load_npz(
-    path: Path, *, unit_column: str | None = None, class_names: Sequence[str] | None = None
+    path: Path, options: LoadOptions | None = None, *, class_names: Sequence[str] | None = None
 ) -> tuple[ImageStore, ImageStore | None]:
-    """The training split of an .npz file, and its test split if it has one."""
-    arrays = _open(path, unit_column)
-    images, labels = (_pick(arrays, keys["train"], path) for keys in (IMAGE_KEYS, LABEL_KEYS))
-    units = None if unit_column is None else _units(_pick(arrays, (unit_column,), path), unit_column, path)
-    test = None
-    if any(key in arrays for key in IMAGE_KEYS["test"]):
-        test = [_pick(arrays, keys["test"], path) for keys in (IMAGE_KEYS, LABEL_KEYS)]
-    names = _class_names(arrays, [labels, *([] if test is None else test[1:])], class_names, path)
-    train_store = _store(images, labels, names, name=f"{path.stem} train", path=path, units=units)
-    test_store = None if test is None else _store(test[0], test[1], names, name=f"{path.stem} test", path=path)
-    return train_store, test_store
+    """The training split of an .npz file, and its test split if it has one.
+
+    Where masks are measured owner by owner, the test split's unit column has ``test_`` before its name.
+    """
+    options = options or LoadOptions()
+    arrays = _open(path, options.unit_column)
+    splits = ["train", *(["test"] if any(key in arrays for key in IMAGE_KEYS["test"]) else [])]
+    parts = [_part(arrays, split, options, path) for split in splits]
+    names = _class_names(arrays, [part.answers for part in parts], class_names, options, path)
+    train = _store(parts[0], names, name=f"{path.stem} train", path=path, options=options)
+    if len(parts) == 1:
+        return train, None
+    return train, _store(parts[1], names, name=f"{path.stem} test", path=path, options=options.without_units())
 
 
-def _store(
-    images: NDArray[Any],
-    labels: NDArray[Any],
-    names: tuple[str, ...],
-    *,
-    name: str,
-    path: Path,
-    units: NDArray[Any] | None = None,
-) -> ImageStore:
-    rows = len(images)
-    for what, values in (("labels", labels), ("units", units)):
-        if values is not None and values.shape != (rows,):
-            raise DataError(f"{shown(path)}: {what} {values.shape} don't match {rows} pictures.")
-    numbers = _numbered(labels, names, path)
-    pixels = _pictures(images, path)
-    return store_of_arrays(images=pixels, labels=numbers, class_names=names, name=name, unit_names=units)
+def _part(arrays: dict[str, NDArray[Any]], split: str, options: LoadOptions, path: Path) -> _Part:
+    images = _pick(arrays, IMAGE_KEYS[split], path)
+    answers = _pick(arrays, (MASK_KEYS if options.segmentation else LABEL_KEYS)[split], path)
+    if options.segmentation:
+        answers = _masks(answers, options, path)
+    owners, column = None, options.unit_column
+    if column is not None and split == "test":
+        column = f"test_{column}"
+    # Training without its owners is refused; a public part without them is measured as one.
+    if column is not None and (column in arrays or not (options.public or split == "test")):
+        owners = _units(_pick(arrays, (column,), path), column, path)
+    return _Part(images, answers, owners)
+
+
+def _store(part: _Part, names: tuple[str, ...], *, name: str, path: Path, options: LoadOptions) -> ImageStore:
+    pixels = _pictures(part.images, options.window, path)
+    answers, owners, rows = part.answers, part.owners, len(pixels)
+    wanted = (rows, *pixels.shape[2:]) if options.segmentation else (rows,)
+    for what, values, shape in (("labels", answers, wanted), ("units", owners, (rows,))):
+        if values is not None and values.shape != shape:
+            what = "masks" if len(shape) > 1 else what
+            raise DataError(f"{shown(path)}: {what} {values.shape} don't match {rows} pictures {pixels.shape[2:]}.")
+    if not options.segmentation:
+        answers = _numbered(answers, names, path)
+    texts = None if owners is None else _texts(owners)
+    by_row = not options.owners_are_units(texts)
+    return store_of_arrays(
+        images=pixels, labels=answers, class_names=names, name=name, unit_names=texts, rows_are_units=by_row
+    )
+
+
+def _masks(values: NDArray[Any], options: LoadOptions, path: Path) -> NDArray[np.uint8]:
+    if values.ndim == 4 and 1 in (values.shape[1], values.shape[3]):
+        values = values[..., 0] if values.shape[3] == 1 else values[:, 0]
+    if values.ndim != 3:
+        raise DataError(f"{shown(path)}: masks must be (N, H, W), got {values.shape}.")
+    try:
+        return mask_bytes(values, options.mask_classes)
+    except BadFile as error:
+        raise DataError(f"{shown(path)}: {error}.") from error
 
 
 def _open(path: Path, unit_column: str | None) -> dict[str, NDArray[Any]]:
     """The arrays of the file that can be ours, read without pickle."""
-    named = (key for keys in (IMAGE_KEYS, LABEL_KEYS) for split in keys.values() for key in split)
-    wanted = {*named, CLASS_NAMES_KEY, unit_column}
+    named = (key for keys in (IMAGE_KEYS, LABEL_KEYS, MASK_KEYS) for split in keys.values() for key in split)
+    wanted = {*named, CLASS_NAMES_KEY, unit_column, f"test_{unit_column}"}
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             members = {m.filename.removesuffix(".npy"): m for m in archive.infolist() if m.filename.endswith(".npy")}
             arrays = {key: np.atleast_1d(read_member(archive, members[key])) for key in members if key in wanted}
     except MemoryError as error:
@@ -82,20 +122,7 @@ def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[An
     if member.compress_type not in _COMPRESSIONS or member.file_size > member.compress_size * MAX_ZIP_RATIO + 1024:
         raise DataError(f"{where} is refused: its compression is not what .npz files use.")
     with archive.open(member) as file:
-        shape, _, dtype = _header(file)
-        if dtype.hasobject:
-            raise DataError(f"{where} is refused: it holds pickled objects. Save plain numbers or texts.")
-        if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
-            raise DataError(f"{where} is refused: its header promises {shape} {dtype}, its size says otherwise.")
-    with archive.open(member) as file:
-        return npy.read_array(file, allow_pickle=False)
-
-
-def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = npy.read_magic(file)
-    if version == (1, 0):
-        return npy.read_array_header_1_0(file)
-    return npy.read_array_header_2_0(file)
+        return read_npy(file, size=member.file_size, where=where)
 
 
 def _pick(arrays: dict[str, NDArray[Any]], keys: Sequence[str], path: Path) -> NDArray[Any]:
@@ -105,7 +132,7 @@ def _pick(arrays: dict[str, NDArray[Any]], keys: Sequence[str], path: Path) -> N
     raise DataError(f"{shown(path)} has no array named {shown(' or '.join(keys))} beside {some_of(sorted(arrays))}.")
 
 
-def _pictures(images: NDArray[Any], path: Path) -> NDArray[np.uint8]:
+def _pictures(images: NDArray[Any], window: tuple[float, float] | None, path: Path) -> NDArray[np.uint8]:
     """Bytes in (N, C, H, W), from the layouts and types that can be told apart without looking at the values."""
     if images.ndim == 3:
         images = images[:, None]
@@ -115,7 +142,12 @@ def _pictures(images: NDArray[Any], path: Path) -> NDArray[np.uint8]:
         raise DataError(
             f"{shown(path)}: pictures must be (N, H, W), (N, H, W, 1 or 3) or (N, 1 or 3, H, W), got {images.shape}."
         )
-    return np.ascontiguousarray(_bytes(images, path))
+    if window is None:
+        return np.ascontiguousarray(_bytes(images, path))
+    try:
+        return windowed(images, window)
+    except BadFile as error:
+        raise DataError(f"{shown(path)}: {error}.") from error
 
 
 def _bytes(images: NDArray[Any], path: Path) -> NDArray[np.uint8]:
@@ -129,18 +161,25 @@ def _bytes(images: NDArray[Any], path: Path) -> NDArray[np.uint8]:
     top = {"f": 1, "i": 255, "u": 255}.get(kind)
     if top is None or (images.size and not (images.min() >= 0 and images.max() <= top)):
         raise DataError(
-            f"{shown(path)}: {images.dtype} pictures must be numbers in 0..{top or 255}. Store them as uint8, 0..255."
+            f"{shown(path)}: {images.dtype} pictures must be numbers in 0..{top or 255}. Store them as uint8, 0..255, "
+            "or give the window of intensities to be seen."
         )
     return np.rint(images.astype(np.float64) * (255 / top)).astype(np.uint8)
 
 
 def _class_names(
-    arrays: dict[str, NDArray[Any]], labels: Sequence[NDArray[Any]], given: Sequence[str] | None, path: Path
+    arrays: dict[str, NDArray[Any]],
+    labels: Sequence[NDArray[Any]],
+    given: Sequence[str] | None,
+    options: LoadOptions,
+    path: Path,
 ) -> tuple[str, ...]:
     if given is not None:
         return tuple(given)
-    if CLASS_NAMES_KEY in arrays:
+    if CLASS_NAMES_KEY in arrays and not (options.segmentation and options.mask_classes == "merged"):
         return tuple(_texts(arrays[CLASS_NAMES_KEY].reshape(-1)))
+    if options.segmentation:
+        return mask_class_names(labels, options.mask_classes)
     if len({each.dtype.kind in "US" for each in labels}) > 1:
         raise DataError(f"{shown(path)}: labels are texts in one split and numbers in the other.")
     values = np.concatenate([each.reshape(-1) for each in labels])
@@ -177,4 +216,4 @@ def _units(units: NDArray[Any], column: str, path: Path) -> NDArray[Any]:
 
 
 def _texts(values: NDArray[Any]) -> list[str]:
-    return [v.decode("utf-8", "replace") if isinstance(v, bytes) else str(v) for v in values.tolist()]
+    return [printable(v.decode("utf-8", "replace") if isinstance(v, bytes) else v) for v in values.tolist()]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import Literal, final, get_args
 
-from dpvision.checks import Problems
+from dpvision.checks import DataError, Problems
 from dpvision.data.store import ImageStore
 
 Progress = Callable[[str, int, int], None]
 """Called now and then with (what is being done, how much is done, how much there is)."""
 
+MaskClasses = Literal["merged", "classes"]
+Units = Literal["auto", "rows", "owners"]
 MAX_SIDE = 4096
 
 
@@ -23,8 +27,17 @@ class LoadOptions:
     middle, or squashed to it with ``squash``. None keeps the size found, see ``docs/data.md`` for folders.
 
     ``channels``: 1 (grey), 3 (colour) or None, as found. ``skip_bad`` leaves out pictures that can't be read.
-    Units: ``unit_column`` (a key of the .npz, or a column of ``unit_csv``), ``unit_csv`` (rows of file, unit) or
-    ``unit_folder_level`` (1 is the class folder, 2 the folder in it); without any, each row is its own unit.
+
+    Owners: ``unit_column`` (a key of the .npz, or a column of ``unit_csv``), ``unit_csv`` (rows of file, unit),
+    ``unit_folder_level`` (1 is the class folder, 2 the folder in it) or ``unit_pattern`` (a regular expression with one
+    group, searched in the file's name); without any, a volume is its own owner, and a picture's owner is not known.
+    ``units``: owners where they are known ("auto"), each row by itself ("rows"), or owners, which must be known.
+
+    ``segmentation``: every pixel has a class. It stands in ``masks``, a folder beside that of the pictures or a file,
+    or in the .npz itself; any value but 0 is foreground ("merged"), or values are classes. ``only_foreground`` leaves
+    out rows whose mask is empty. Volumes are cut along ``volume_axis``. Intensities from ``window`` become bytes.
+
+    ``public``: nobody is protected in this data. Set by ``without_units``.
     """
 
     data_dir: Path | None = None
@@ -35,7 +48,16 @@ class LoadOptions:
     unit_column: str | None = None
     unit_csv: Path | None = None
     unit_folder_level: int | None = None
+    unit_pattern: str | None = None
+    units: Units = "auto"
+    segmentation: bool = False
+    masks: Path | None = None
+    mask_classes: MaskClasses = "merged"
+    only_foreground: bool = False
+    volume_axis: int = 2
+    window: tuple[float, float] | None = None
     download: bool = True
+    public: bool = False
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -43,14 +65,41 @@ class LoadOptions:
             problems.count("image_size", side)
             problems.require(not side > MAX_SIDE, f"image_size must be <= {MAX_SIDE}, got {side}.")
         problems.require(self.channels in (None, 1, 3), f"channels must be 1, 3 or left out, got {self.channels}.")
+        self._check_units(problems)
+        self._check_masks(problems)
+        problems.raise_if_any()
+
+    def _check_units(self, problems: Problems) -> None:
         if self.unit_folder_level is not None:
             problems.count("unit_folder_level", self.unit_folder_level)
-        by_folder = self.unit_folder_level is not None
         by_name = self.unit_column is not None or self.unit_csv is not None
+        ways = (by_name, self.unit_folder_level is not None, self.unit_pattern is not None)
         problems.require(
-            not (by_folder and by_name), "unit_folder_level can't be combined with unit_column or unit_csv: choose one."
+            sum(ways) <= 1,
+            "unit_folder_level, unit_pattern and unit_column or unit_csv can't be combined: choose one.",
         )
-        problems.raise_if_any()
+        kinds = get_args(Units)
+        problems.require(self.units in kinds, f"units must be one of {kinds}, got {self.units!r}.")
+        if self.unit_pattern is not None:
+            problems.require(
+                _groups(self.unit_pattern) == 1,
+                f"unit_pattern must be a regular expression with one group, got {self.unit_pattern!r}.",
+            )
+
+    def _check_masks(self, problems: Problems) -> None:
+        problems.require(
+            self.segmentation or not (self.masks or self.only_foreground),
+            "masks and only_foreground belong to segmentation: say so, or leave them out.",
+        )
+        kinds = get_args(MaskClasses)
+        problems.require(self.mask_classes in kinds, f"mask_classes must be one of {kinds}, got {self.mask_classes!r}.")
+        problems.require(self.volume_axis in (0, 1, 2), f"volume_axis must be 0, 1 or 2, got {self.volume_axis}.")
+        if self.window is not None:
+            low, high = self.window
+            problems.require(
+                math.isfinite(low) and math.isfinite(high) and low < high,
+                f"window must be two finite numbers, the lower one first, got {low} and {high}.",
+            )
 
     @property
     def size(self) -> tuple[int, int] | None:
@@ -59,16 +108,31 @@ class LoadOptions:
             return self.image_size
         return self.image_size, self.image_size
 
-    @property
-    def groups_rows(self) -> bool:
-        """Whether several rows may belong to one unit."""
-        return any(v is not None for v in (self.unit_column, self.unit_csv, self.unit_folder_level))
+    def owners_are_units(self, owners: Sequence[str] | None) -> bool:
+        """Whether the units are the owners of rows. Decided by the options, never by how many rows anybody has."""
+        if self.units == "owners" and owners is None:
+            raise DataError(
+                "units=owners needs to know who owns each row: give unit_column, unit_csv, unit_folder_level or "
+                "unit_pattern, as the source allows."
+            )
+        return owners is not None and self.units != "rows"
 
     def without_units(self) -> LoadOptions:
-        """The same, for public data, where each row stands for itself."""
-        return replace(self, unit_column=None, unit_csv=None, unit_folder_level=None)
+        """The same, for public data, where each row stands for itself; masks are still measured owner by owner."""
+        if self.segmentation:
+            return replace(self, units="rows", public=True)
+        nobody = {"unit_column": None, "unit_csv": None, "unit_folder_level": None, "unit_pattern": None}
+        return replace(self, **nobody, units="rows", public=True)
 
     def like(self, store: ImageStore) -> LoadOptions:
         """The same, but giving pictures of the shape that ``store`` has."""
         channels, height, width = store.image_shape
         return replace(self, channels=channels, image_size=(height, width))
+
+
+def _groups(pattern: str) -> int:
+    """How many groups a regular expression has; -1 if it is none."""
+    try:
+        return re.compile(pattern).groups
+    except (re.error, RecursionError, OverflowError):
+        return -1

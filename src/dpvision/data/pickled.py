@@ -73,7 +73,7 @@ def read_plain_pickle(data: bytes, *, source: str) -> dict[Any, Any]:
 
     Guarantee: no code of the file runs. Whatever is not a plain value or a uint8 array raises ``DataError``.
     """
-    machine = _Machine()
+    machine = _Machine(spare=len(data))
     try:
         for count, (opcode, argument) in enumerate(_opcodes(data)):
             if count > MAX_OPCODES:
@@ -137,7 +137,8 @@ def _finished(value: Any) -> Any:
 class _Machine:
     """A stack and a memo, as the pickle protocol has them, over values that can do nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, spare: int) -> None:
+        self._spare = spare
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._actions: dict[bytes, Callable[[Any], None]] = {
@@ -214,14 +215,23 @@ class _Machine:
         arguments, function = self._stack.pop(), self._stack.pop()
         if not isinstance(function, _Name) or not isinstance(arguments, tuple):
             raise _Refused("a call")
-        self._stack.append(_stand_in(function.meaning, arguments))
+        made = _stand_in(function.meaning, arguments)
+        self._spend(len(made) if isinstance(made, bytes) else 0)
+        self._stack.append(made)
 
     def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
         if isinstance(target, _Array):
             target.values = _array_of(state)
+            self._spend(target.values.nbytes if isinstance(state[4], str) else 0)
         elif not isinstance(target, _ByteType):
             raise _Refused("a state for something that is not an array")
+
+    def _spend(self, size: int) -> None:
+        """Each byte of the file may be copied once: a text that is made bytes again and again would fill the memory."""
+        self._spare -= size
+        if self._spare < 0:
+            raise _Refused("it makes more than it holds")
 
 
 def _name(name: str) -> _Name:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, final
@@ -18,15 +20,18 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from dpvision.checks import ArgumentError, DataError
+from dpvision.data.limits import open_regular, reading, require_memory
 from dpvision.data.options import Progress
 from dpvision.data.resizing import cover_box
-from dpvision.data.wording import bad_files_text, printable, shown
+from dpvision.data.wording import BadFile, bad_files_text, printable, shown
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"})
 # A JPEG that holds several views ("MPO", as many phones write) comes with JPEG.
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP")
 # A picture of this many pixels is a decompression bomb or a mistake; it is Pillow's own warning limit.
 MAX_PIXELS = 89_478_485
+# Decoding takes up to 16 bytes a pixel: pictures of more than this wait for each other, lest the memory be full.
+LARGE_PIXELS = 1 << 23
 GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"})
 SIXTEEN_BIT = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
 _ORIENTATION_TAG = 0x0112
@@ -40,6 +45,7 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 MAX_WORKERS = 8
+_ONE_LARGE = threading.Lock()
 Result = TypeVar("Result")
 
 
@@ -53,10 +59,6 @@ class Looks:
     grey: bool
 
 
-class _BadPicture(Exception):
-    """Why a picture can't be used."""
-
-
 def is_picture(path: Path) -> bool:
     """Whether the name is that of a picture; hidden files are none."""
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
@@ -64,7 +66,7 @@ def is_picture(path: Path) -> bool:
 
 def look(path: Path) -> Looks:
     """Size and kind of a picture, from its header."""
-    with _opened(path) as picture:
+    with opened(path) as picture:
         width, height = picture.size
         if _orientation(picture) >= 5:
             width, height = height, width
@@ -77,23 +79,37 @@ def decode(path: Path, *, image_shape: tuple[int, int, int], squash: bool = Fals
     Transparent parts are laid over black; 16-bit values are scaled from their full range.
     """
     channels, *size = image_shape
-    with _opened(path) as picture:
+    with opened(path) as picture:
         picture.load()
-        flat = _flattened(picture).convert("L" if channels == 1 else "RGB")
-        if (turn := _TURNS.get(_orientation(picture))) is not None:
-            flat = flat.transpose(turn)
-    wanted = (size[0], size[1])
-    if (flat.height, flat.width) != wanted:
-        box = (0, 0, flat.width, flat.height) if squash else cover_box(flat.height, flat.width, wanted)
-        flat = flat.resize((wanted[1], wanted[0]), Image.Resampling.BILINEAR, box=box)
+        flat = upright(_flattened(picture).convert("L" if channels == 1 else "RGB"), picture)
+    flat = scaled(flat, (size[0], size[1]), squash=squash, method=Image.Resampling.BILINEAR)
     return np.asarray(flat).reshape(*size, channels).transpose(2, 0, 1)
 
 
+def upright(flat: Image.Image, picture: Image.Image) -> Image.Image:
+    """``flat`` turned as the EXIF orientation of ``picture``, which it was made of, asks for."""
+    turn = _TURNS.get(_orientation(picture))
+    return flat if turn is None else flat.transpose(turn)
+
+
+def scaled(flat: Image.Image, size: tuple[int, int], *, squash: bool, method: Image.Resampling) -> Image.Image:
+    """Scaled to cover (height, width) and cropped in the middle, or squashed to it."""
+    if (flat.height, flat.width) == size:
+        return flat
+    box = (0, 0, flat.width, flat.height) if squash else cover_box(flat.height, flat.width, size)
+    return flat.resize((size[1], size[0]), method, box=box)
+
+
 def for_each(
-    work: Callable[[int], Result], count: int, *, what: str, progress: Progress | None = None
+    work: Callable[[int], Result],
+    count: int,
+    *,
+    what: str,
+    progress: Progress | None = None,
+    workers: int = MAX_WORKERS,
 ) -> list[Result | str]:
-    """``work`` on every number below ``count`` in a few threads, in order: its result, or why the picture is bad."""
-    workers = min(MAX_WORKERS, os.cpu_count() or 1)
+    """``work`` on every number below ``count`` in a few threads, in order: its result, or why the file is bad."""
+    workers = min(workers, os.cpu_count() or 1)
     results: list[Result | str] = []
     with _pillow_manners(), ThreadPoolExecutor(workers, thread_name_prefix="dpvision-pictures") as pool:
         try:
@@ -144,7 +160,10 @@ def load_pictures(
 
     A file that is named is tried whatever its suffix; below a folder only files with a picture's suffix count.
     """
-    found = [file for path in paths for file in _expanded(Path(path))]
+    found = []
+    for path in paths:
+        with reading(path):
+            found += _expanded(Path(path))
     if not found:
         raise DataError(f"no pictures given: name files or folders with {', '.join(sorted(SUFFIXES))} files.")
     names = [printable(path) for path in found]
@@ -165,16 +184,16 @@ def _expanded(path: Path) -> list[Path]:
 def _reserved(rows: int, image_shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     if len(image_shape) != 3 or image_shape[0] not in (1, 3) or min(image_shape) < 1:
         raise ArgumentError(f"image_shape must be (1 or 3, height, width), got {image_shape}.")
-    try:
+    what = f"{rows} pictures of {image_shape}"
+    require_memory(rows * math.prod(image_shape), what)
+    with reading(what):
         return np.zeros((rows, *image_shape), dtype=np.uint8)
-    except MemoryError as error:
-        raise DataError(f"{rows} pictures of {image_shape} don't fit into memory. Lower image_size.") from error
 
 
 def _tried(work: Callable[[int], Result], row: int) -> Result | str:
     try:
         return work(row)
-    except _BadPicture as error:
+    except (BadFile, DataError) as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - decoders raise anything on hostile bytes; the reason is reported
         return shown(f"{type(error).__name__}: {error}")
@@ -190,24 +209,26 @@ def _pillow_manners() -> Iterator[None]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Image.Image]:
+def opened(path: Path) -> Iterator[Image.Image]:
+    """A picture whose header is within limits; its pixels are not decoded yet."""
     # By its content, not by its name: Pillow maps a named raw TIFF into memory and garbles it when it is turned.
-    with path.open("rb") as file, _identified(file) as picture:
+    with open_regular(path) as file, _identified(file) as picture:
         if picture.width * picture.height > MAX_PIXELS:
-            raise _BadPicture(f"more than {MAX_PIXELS} pixels")
+            raise BadFile(f"more than {MAX_PIXELS} pixels")
         frames = getattr(picture, "n_frames", 1)
         if frames > 1 and picture.format != "MPO":
-            raise _BadPicture(f"{frames} frames or pages; store each as a picture of its own")
-        yield picture
+            raise BadFile(f"{frames} frames or pages; store each as a picture of its own")
+        with _ONE_LARGE if picture.width * picture.height > LARGE_PIXELS else nullcontext():
+            yield picture
 
 
 def _identified(file: BinaryIO) -> Image.Image:
     try:
         return Image.open(file, formats=FORMATS)
     except UnidentifiedImageError as error:
-        raise _BadPicture("not a picture of a known format" if file.seek(0, 2) else "empty file") from error
+        raise BadFile("not a picture of a known format" if file.seek(0, 2) else "empty file") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _BadPicture(f"more than {MAX_PIXELS} pixels") from error
+        raise BadFile(f"more than {MAX_PIXELS} pixels") from error
 
 
 def _orientation(picture: Image.Image) -> int:
@@ -221,7 +242,7 @@ def _orientation(picture: Image.Image) -> int:
 def _flattened(picture: Image.Image) -> Image.Image:
     """8 bits, no transparency."""
     if picture.mode == "F":
-        raise _BadPicture("floating-point pixels, whose range nobody knows; store 8 or 16 bits")
+        raise BadFile("floating-point pixels, whose range nobody knows; store 8 or 16 bits")
     if picture.mode in SIXTEEN_BIT:
         return _eight_bits(picture)
     if picture.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in picture.info:
@@ -231,7 +252,7 @@ def _flattened(picture: Image.Image) -> Image.Image:
 
 
 def _eight_bits(picture: Image.Image) -> Image.Image:
-    values = np.asarray(picture).astype(np.int64)
+    values = np.asarray(picture).astype(np.int32)
     if values.min() < 0 or values.max() > 65535:
-        raise _BadPicture("pixels outside 16 bits")
+        raise BadFile("pixels outside 16 bits")
     return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))

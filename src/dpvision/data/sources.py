@@ -13,9 +13,12 @@ from dpvision.data.embedded import load_digits
 from dpvision.data.folder import list_classes, load_listing, shape_for, split_folders
 from dpvision.data.idx import has_idx, load_idx
 from dpvision.data.known import KNOWN, locate
+from dpvision.data.limits import reading
+from dpvision.data.masks import with_foreground
 from dpvision.data.normalisation import Normalisation, fixed_normalisation
 from dpvision.data.npz import load_npz
 from dpvision.data.options import LoadOptions, Progress
+from dpvision.data.pairs import load_pairs
 from dpvision.data.resizing import fit
 from dpvision.data.store import ImageStore, Splits
 from dpvision.data.wording import shown, some_of
@@ -30,12 +33,13 @@ def known_sources() -> tuple[str, ...]:
 
 
 def load(source: str | Path, options: LoadOptions | None = None, *, progress: Progress | None = None) -> Splits:
-    """A dataset by name (digits, mnist, fashionmnist, cifar10, cifar100), .npz file, archive or folder.
+    """A dataset by name (digits, mnist, fashionmnist, cifar10, cifar100), .npz file, archive, folder or volume.
 
     The training part is private. The test part, where a source has one, is declared public by whoever uses it.
     """
     options = options or LoadOptions()
-    train, test, constants = _loaded(source, options, progress)
+    with reading(source):
+        train, test, constants = _loaded(source, options, progress)
     normalisation = constants or fixed_normalisation(train.image_shape[0])
     return Splits(
         train=train,
@@ -58,14 +62,18 @@ def load_one(
     a class that the model does not know is refused.
     """
     plain = (options or LoadOptions()).without_units()
-    path = Path(source)
-    if not _is_name(source) and path.is_dir() and not _is_known_folder(path):
-        train, test = split_folders(path)
-        listing = list_classes(test or train, class_names=class_names, least=1)
-        shape = shape_for(listing, plain, progress=progress)
-        return load_listing(listing, image_shape=shape, options=plain, name=_name_of(path), progress=progress)
-    train_store, test_store, _ = _loaded(source, plain, progress)
-    return _with_classes(test_store or train_store, class_names)
+    with reading(source):
+        path = Path(source)
+        if plain.segmentation:
+            train_store, test_store = _segmented(source, plain, class_names, progress)
+            return test_store or train_store
+        if not _is_name(source) and path.is_dir() and not _is_known_folder(path):
+            train, test = split_folders(path)
+            listing = list_classes(test or train, class_names=class_names, least=1)
+            shape = shape_for(listing, plain, progress=progress)
+            return load_listing(listing, image_shape=shape, options=plain, name=_name_of(path), progress=progress)
+        train_store, test_store, _ = _loaded(source, plain, progress)
+        return _with_classes(test_store or train_store, class_names)
 
 
 def inspect(
@@ -82,18 +90,46 @@ def inspect(
 
 def _loaded(source: str | Path, options: LoadOptions, progress: Progress | None) -> Loaded:
     name, path = str(source), Path(source)
+    if options.segmentation:
+        return *_segmented(source, options, None, progress), None
     if _is_name(source):
         return _load_known(name, options, progress)
-    if not path.exists():
-        raise DataError(f"{shown(name)} is neither a file or folder nor one of {', '.join(known_sources())}.")
+    _require_path(source)
+    if options.window is not None and path.suffix != ".npz":
+        raise DataError(f"{shown(path)} has no intensities for a window: that is for .npz files and volumes.")
     if path.is_dir():
         return _load_folder(path, options, progress)
     if path.suffix == ".npz":
         _refuse_units(options, npz=True)
-        return *_fitted(*load_npz(path, unit_column=options.unit_column), options), None
+        return *_fitted(*load_npz(path, options), options), None
     if path.suffix in (".gz", ".tgz", ".tar"):
         return _load_archive(path, options)
     raise DataError(f"{shown(path)} is not a source: give a folder of class folders, an .npz file or a CIFAR archive.")
+
+
+def _segmented(
+    source: str | Path, options: LoadOptions, class_names: Sequence[str] | None, progress: Progress | None
+) -> tuple[ImageStore, ImageStore | None]:
+    path = Path(source)
+    if _is_name(source) or _is_known_folder(path):
+        raise DataError(f"{shown(source)} has one class a picture and no masks: it is no source for segmentation.")
+    _require_path(source)
+    if class_names is not None and options.mask_classes == "merged" and len(class_names) != 2:
+        raise DataError(f"merged masks have 2 classes, the model has {len(class_names)}: take mask_classes=classes.")
+    if path.suffix != ".npz":
+        return load_pairs(path, options, class_names=class_names, progress=progress)
+    _refuse_units(options, npz=True)
+    if options.masks is not None:
+        raise DataError(f"{shown(path)} must hold its masks itself, as an array named masks: leave the option out.")
+    train, test = _fitted(*load_npz(path, options, class_names=class_names), options)
+    if not options.only_foreground:
+        return train, test
+    return with_foreground(train), None if test is None else with_foreground(test)
+
+
+def _require_path(source: str | Path) -> None:
+    if not Path(source).exists():
+        raise DataError(f"{shown(source)} is neither a file or folder nor one of {', '.join(known_sources())}.")
 
 
 def _load_known(name: str, options: LoadOptions, progress: Progress | None) -> Loaded:
@@ -172,7 +208,9 @@ def _with_classes(store: ImageStore, class_names: Sequence[str] | None) -> Image
 
 
 def _refuse_units(options: LoadOptions, *, npz: bool = False) -> None:
-    named = [name for name in ("unit_csv", "unit_folder_level") if getattr(options, name) is not None]
+    if options.public:
+        return  # what names the owners of private rows need not fit public ones
+    named = [name for name in ("unit_csv", "unit_folder_level", "unit_pattern") if getattr(options, name) is not None]
     if not npz and options.unit_column is not None:
         named.append("unit_column")
     if named:
@@ -192,7 +230,7 @@ def _public_facts(
         "source": source if _is_name(source) else _name_of(Path(source)),
         "rows": train.num_rows,
         "units": train.num_units,
-        "unit": "group" if options.groups_rows else "row",
+        "unit": "group" if options.owners_are_units(train.owners) else "row",
         "classes": train.num_classes,
         "class_names": list(train.class_names),
         "image_shape": list(train.image_shape),

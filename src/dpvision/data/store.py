@@ -1,4 +1,4 @@
-"""One dataset in memory: uint8 pictures, their labels, and which privacy unit owns each row."""
+"""One dataset in memory: uint8 pictures, their labels or masks, and which privacy unit owns each row."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dpvision.checks import DataError
 from dpvision.data.normalisation import Normalisation
+from dpvision.data.wording import some_of
 
 
 class UnitRows(NamedTuple):
@@ -34,9 +35,9 @@ class UnitRows(NamedTuple):
 class ImageStore:
     """Pictures of one shape with labels and privacy units. Sensitive, unless its owner declares it public.
 
-    ``images`` is uint8 (rows, channels, height, width); ``labels`` and ``unit_of_row`` are int64 (rows,). Units are
-    numbered 0 … num_units - 1 in the order in which they first appear. ``owners`` names each row's unit; without it a
-    unit has the name of its first row.
+    ``images`` is uint8 (rows, channels, height, width). ``labels`` is int64 (rows,), one class a picture, or uint8
+    (rows, height, width), one class a pixel. ``unit_of_row`` is int64 (rows,); units are numbered 0 … num_units - 1 in
+    the order in which they first appear. ``owners`` names each row's owner, if known, also where rows are the units.
     """
 
     images: Tensor
@@ -52,9 +53,16 @@ class ImageStore:
         rows = len(self.images)
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:
             raise DataError(f"images must be uint8 (N, C, H, W), got {self.images.dtype} {tuple(self.images.shape)}.")
-        for name, values in (("labels", self.labels), ("unit_of_row", self.unit_of_row)):
-            if values.dtype != torch.int64 or values.shape != (rows,):
-                raise DataError(f"{name} must be int64 ({rows},), got {values.dtype} {tuple(values.shape)}.")
+        per_row, per_pixel = (torch.int64, (rows,)), (torch.uint8, (rows, *self.images.shape[2:]))
+        for name, values, allowed in (
+            ("labels", self.labels, (per_row, per_pixel)),
+            ("unit_of_row", self.unit_of_row, (per_row,)),
+        ):
+            if (values.dtype, tuple(values.shape)) not in allowed:
+                rule = " or ".join(f"{str(dtype).removeprefix('torch.')} {shape}" for dtype, shape in allowed)
+                raise DataError(f"{name} must be {rule}, got {values.dtype} {tuple(values.shape)}.")
+        if len({*self.class_names}) != self.num_classes:
+            raise DataError(f"class_names must differ from each other, got {some_of(self.class_names, limit=8)}.")
         for name, texts in (("row_names", self.row_names), ("owners", self.owners)):
             if texts is not None and len(texts) != rows:
                 raise DataError(f"{name} must name {rows} rows, got {len(texts)}.")
@@ -79,6 +87,11 @@ class ImageStore:
         return len(self.class_names)
 
     @property
+    def per_pixel(self) -> bool:
+        """Whether every pixel has a class of its own."""
+        return self.labels.ndim == 3
+
+    @property
     def image_shape(self) -> tuple[int, int, int]:
         """Channels, height, width."""
         channels, height, width = self.images.shape[1:]
@@ -99,7 +112,10 @@ class ImageStore:
 
     @cached_property
     def names_of_units(self) -> tuple[str, ...]:
-        """What each unit is called: a name that stays when other units come or go."""
+        """What each unit is called: its owner, or its first row. A name stays when other units come or go.
+
+        Where rows are the units, those of one owner share a name.
+        """
         names = self.row_names if self.owners is None else self.owners
         offsets, order = self.rows_of_units
         first_rows: list[int] = order[offsets[:-1]].tolist()
@@ -111,7 +127,8 @@ class ImageStore:
 
     @cached_property
     def _fingerprint(self) -> str:
-        digest = hashlib.sha256(f"dpvision store/1 {tuple(self.images.shape)} {self.num_classes} ".encode())
+        kind = "pixels " if self.per_pixel else ""
+        digest = hashlib.sha256(f"dpvision store/1 {tuple(self.images.shape)} {self.num_classes} {kind}".encode())
         for values in (self.images, self.labels, self.unit_of_row):
             digest.update(np.ascontiguousarray(values.numpy()).data)
         return digest.hexdigest()
@@ -123,12 +140,20 @@ class ImageStore:
         new_id[wanted] = np.arange(len(wanted))
         units = new_id[self.unit_of_row.numpy()]
         rows = np.flatnonzero(units >= 0)
+        return self._taken(rows, torch.from_numpy(units[rows]))
+
+    def select_rows(self, rows: Sequence[int] | NDArray[np.int64]) -> ImageStore:
+        """These rows alone; units are numbered anew, in the order in which they first appear."""
+        chosen = np.asarray(rows, dtype=np.int64)
+        return self._taken(chosen, dense_units(self.unit_of_row.numpy()[chosen]))
+
+    def _taken(self, rows: NDArray[np.int64], unit_of_row: Tensor) -> ImageStore:
         index = torch.from_numpy(rows)
         return replace(
             self,
             images=self.images[index],
             labels=self.labels[index],
-            unit_of_row=torch.from_numpy(units[rows]),
+            unit_of_row=unit_of_row,
             row_names=tuple(self.row_names[row] for row in rows.tolist()),
             owners=None if self.owners is None else tuple(self.owners[row] for row in rows.tolist()),
             skipped=(),
@@ -166,14 +191,21 @@ def store_of_arrays(
     class_names: Sequence[str],
     name: str,
     unit_names: Sequence[object] | NDArray[Any] | None = None,
+    rows_are_units: bool = False,
 ) -> ImageStore:
-    """A store over arrays: each row is its own unit unless ``unit_names`` says otherwise."""
-    rows = len(images)
+    """A store over arrays: each row is its own unit unless ``unit_names`` says otherwise.
+
+    ``labels`` are classes (rows,) or masks (rows, height, width). With ``rows_are_units`` the names say who owns a row,
+    and each row is a unit all the same.
+    """
+    rows, classes = len(images), np.asarray(labels)
+    if classes.ndim == 3 and classes.size and not (classes.min() >= 0 and classes.max() <= 255):
+        raise DataError(f"masks must lie in 0..255, got {classes.min()}..{classes.max()}.")
     return ImageStore(
         images=torch.from_numpy(np.require(images, np.uint8, ["C", "W"])),
-        labels=torch.from_numpy(np.asarray(labels).astype(np.int64)),
+        labels=torch.from_numpy(classes.astype(np.uint8 if classes.ndim == 3 else np.int64)),
         class_names=tuple(class_names),
-        unit_of_row=torch.arange(rows) if unit_names is None else dense_units(unit_names),
+        unit_of_row=torch.arange(rows) if unit_names is None or rows_are_units else dense_units(unit_names),
         name=name,
         row_names=numbered_rows(rows),
         owners=None if unit_names is None else tuple(map(str, unit_names)),

@@ -1,14 +1,21 @@
-"""Who owns each picture: privacy units from folders or from a CSV of (file, unit)."""
+"""Who owns each picture: from folders, from names of files, or from a CSV of (file, unit)."""
 
 from __future__ import annotations
 
 import csv
+import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from dpvision.checks import DataError
+from dpvision.data.limits import open_regular
 from dpvision.data.options import LoadOptions
-from dpvision.data.wording import shown, some_of
+from dpvision.data.store import dense_units
+from dpvision.data.wording import printable, shown, some_of
 
 TRAIN_FOLDER = "train"
 TEST_FOLDERS = ("test", "val", "valid", "validation")
@@ -16,42 +23,58 @@ FILE_HEADINGS = frozenset({"file", "filename", "file_name", "path", "image", "na
 
 
 def unit_names(files: Sequence[str], *, options: LoadOptions, also_known: Sequence[str] = ()) -> list[str] | None:
-    """The unit of each file (paths below the folder, such as ``cat/17.png``); None if each is its own unit.
+    """The owner of each file (paths below the folder, such as ``cat/17.png``); None if nothing says who it is.
 
-    ``also_known`` are files of the public test part, which a CSV may mention too.
+    ``also_known`` are files of the public test part, which a CSV may mention too. Of public files the owners are
+    known for all or for none: a CSV about private files need not mention them.
     """
     if options.unit_csv is not None:
-        return _from_csv(files, options.unit_csv, column=options.unit_column, also_known=also_known)
-    if options.unit_folder_level is not None:
-        return _from_folders(files, options.unit_folder_level)
-    if options.unit_column is not None:
+        found = _from_csv(files, options.unit_csv, options=options, also_known=also_known)
+        before, after = f"{shown(options.unit_csv)} gives no unit for", "files"
+    elif options.unit_folder_level is not None:
+        found = _from_folders(files, options.unit_folder_level)
+        before, after = f"unit_folder_level is {options.unit_folder_level}, but", "files lie in fewer folders"
+    elif options.unit_pattern is not None:
+        found = _from_pattern(files, options.unit_pattern)
+        before, after = f"unit_pattern is {shown(options.unit_pattern)}, but", "files have no such name"
+    elif options.unit_column is not None and not options.public:
         raise DataError("unit_column names a column of unit_csv when the source is a folder: give unit_csv too.")
-    return None
+    else:
+        return None
+    missing = [file for file, owner in zip(files, found, strict=True) if not owner]
+    if missing and not options.public:
+        raise DataError(f"{before} {len(missing)} {after}: {some_of(missing)}.")
+    return None if missing else [printable(owner) for owner in found if owner]
 
 
-def _from_folders(files: Sequence[str], level: int) -> list[str]:
+def unit_numbers(owners: Sequence[str] | None, rows: int, options: LoadOptions) -> Tensor:
+    """The unit of each row: its owner or the row itself, as the options say."""
+    by_owner = options.owners_are_units(owners)
+    return dense_units(owners) if owners is not None and by_owner else torch.arange(rows)
+
+
+def _from_folders(files: Sequence[str], level: int) -> list[str | None]:
     """The name alone counts: the same name in two class folders is the same unit, which errs on the safe side."""
     folders = [file.split("/")[:-1] for file in files]
-    shallow = [file for file, path in zip(files, folders, strict=True) if len(path) < level]
-    if shallow:
-        raise DataError(
-            f"unit_folder_level is {level}, but {len(shallow)} files lie in fewer folders: {some_of(shallow)}."
-        )
-    return [path[level - 1] for path in folders]
+    return [path[level - 1] if len(path) >= level else None for path in folders]
 
 
-def _from_csv(files: Sequence[str], path: Path, *, column: str | None, also_known: Sequence[str]) -> list[str]:
-    unit_of = _resolved(_rows(path, column), files, also_known, path)
-    missing = [file for file in files if file not in unit_of]
-    if missing:
-        raise DataError(f"{shown(path)} gives no unit for {len(missing)} files: {some_of(missing)}.")
-    return [unit_of[file] for file in files]
+def _from_pattern(files: Sequence[str], pattern: str) -> list[str | None]:
+    found = [re.search(pattern, file.split("/")[-1]) for file in files]
+    return [None if match is None else match.group(1) for match in found]
+
+
+def _from_csv(files: Sequence[str], path: Path, *, options: LoadOptions, also_known: Sequence[str]) -> list[str | None]:
+    unit_of, unknown = _resolved(_rows(path, options.unit_column), files, also_known, path)
+    if unknown and not options.public:
+        raise DataError(f"{shown(path)} names {len(unknown)} files which are not in the folder: {some_of(unknown)}.")
+    return [unit_of.get(file) for file in files]
 
 
 def _resolved(
     rows: Sequence[tuple[str, str]], files: Sequence[str], also_known: Sequence[str], path: Path
-) -> dict[str, str]:
-    """Units by file. A row may give the path below the folder, or only a name that no two files share."""
+) -> tuple[dict[str, str], list[str]]:
+    """Units by file, and names that no file has. A row may give the path below the folder, or a name of one file."""
     by_name: dict[str, list[str]] = {}
     for file in files:
         for name in {file, f"{TRAIN_FOLDER}/{file}", file.split("/")[-1]}:
@@ -70,17 +93,18 @@ def _resolved(
             unclear.append(name)
         elif name not in public:
             unknown.append(name)
-    for names, problem in ((unknown, "which are not in the folder"), (unclear, "which fit several files or units")):
-        if names:
-            raise DataError(f"{shown(path)} names {len(names)} files {problem}: {some_of(names)}.")
-    return unit_of
+    if unclear:
+        raise DataError(
+            f"{shown(path)} names {len(unclear)} files which fit several files or units: {some_of(unclear)}."
+        )
+    return unit_of, unknown
 
 
 def _rows(path: Path, column: str | None) -> list[tuple[str, str]]:
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
             lines = [[cell.strip() for cell in line] for line in csv.reader(file, strict=True) if any(line)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"{shown(path)} can't be read as CSV: {shown(error)}.") from error
     file_at, unit_at, lines = _columns(lines, column, path)
     needed = max(file_at, unit_at)

@@ -85,8 +85,13 @@ class ViewSettings:
 AS_IT_IS: Final = ViewSettings()
 
 
-def make_views(pictures_NCHW: Tensor, settings: ViewSettings, words_NKJ: NDArray[np.uint64]) -> Tensor:
+def make_views(
+    pictures_NCHW: Tensor, settings: ViewSettings, words_NKJ: NDArray[np.uint64], *, classes: bool = False
+) -> Tensor:
     """Views of every picture, of its type and shape: first rotated, then mirrored, then padded and cropped.
+
+    With ``classes`` the values are numbers of classes, which are moved but never mixed: the same words then move a
+    mask as they move its picture. What lies outside is mirrored where the picture is mirrored, and else class 0.
 
     Guarantee: a view depends on its own picture and its own words alone.
     """
@@ -97,7 +102,7 @@ def make_views(pictures_NCHW: Tensor, settings: ViewSettings, words_NKJ: NDArray
     if settings.rotation > 0:
         angle_B = math.radians(settings.rotation) * (2 * _fraction(halves_BJ[:, _ANGLE]) - 1)
         outside = "zeros" if settings.padding == "zeros" else "reflection"
-        pictures_NCHW = rotate(pictures_NCHW[source_B], angle_B, outside=outside)
+        pictures_NCHW = rotate(pictures_NCHW[source_B], angle_B, outside=outside, nearest=classes)
         source_B = torch.arange(len(source_B), device=source_B.device)
     mirror_B = _fraction(halves_BJ[:, _MIRROR]) < settings.flip
     y_B, x_B = (_below(halves_BJ[:, which], 2 * settings.crop_padding + 1) for which in (_Y, _X))
@@ -122,8 +127,17 @@ def erase_views(inputs_BCHW: Tensor, settings: ViewSettings, words_NKJ: NDArray[
     return inputs_BCHW.masked_fill_((inside_BH[:, :, None] & inside_BW[:, None, :])[:, None], 0.0)
 
 
-def rotate(pictures_BCHW: Tensor, angle_B: NDArray[np.float64], *, outside: Literal["zeros", "reflection"]) -> Tensor:
-    """Each picture turned clockwise about its centre by its angle in radians, bilinearly; bytes are rounded."""
+def rotate(
+    pictures_BCHW: Tensor,
+    angle_B: NDArray[np.float64],
+    *,
+    outside: Literal["zeros", "reflection"],
+    nearest: bool = False,
+) -> Tensor:
+    """Each picture turned clockwise about its centre by its angle in radians; bytes are rounded.
+
+    Bilinearly, or by the ``nearest`` pixel, so that no value appears that was not there.
+    """
     device, (height, width) = pictures_BCHW.device, pictures_BCHW.shape[2:]
     y_H1 = (torch.arange(height, device=device) + 0.5 - height / 2)[:, None]
     x_W = torch.arange(width, device=device) + 0.5 - width / 2
@@ -134,7 +148,8 @@ def rotate(pictures_BCHW: Tensor, angle_B: NDArray[np.float64], *, outside: Lite
     from_y_BHW = (cos_B11 * y_H1 - sin_B11 * x_W) * (2 / height)
     values = pictures_BCHW if pictures_BCHW.is_floating_point() else pictures_BCHW.to(torch.float32)
     grid = torch.stack([from_x_BHW, from_y_BHW], dim=-1).to(values.dtype)
-    turned = F.grid_sample(values, grid, mode="bilinear", padding_mode=outside, align_corners=False)
+    mode = "nearest" if nearest else "bilinear"
+    turned = F.grid_sample(values, grid, mode=mode, padding_mode=outside, align_corners=False)
     return turned if values is pictures_BCHW else turned.round_().to(pictures_BCHW.dtype)
 
 

@@ -8,6 +8,10 @@ SHOWN_LENGTH = 120
 SHOWN_ITEMS = 3
 
 
+class BadFile(Exception):
+    """Why a file can't be used. Whoever reads many files collects these, and names the files."""
+
+
 def printable(name: object) -> str:
     """A name that is safe to print: terminal escapes, line breaks and undecodable bytes appear as backslash codes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(name))

@@ -20,7 +20,7 @@ from dpvision.grads.duties import duties_of, label_of, trainable
 from dpvision.grads.mixing import mixing_place
 from dpvision.grads.plan import search
 from dpvision.grads.probe import repeated, restored, same_draws
-from dpvision.grads.refusals import LOSS, listed
+from dpvision.grads.refusals import BY_ROW_LOSS, LOSS, listed
 from dpvision.grads.units import LossFunction, row_losses, unit_gradients
 
 _MOST_UNITS = 4
@@ -123,7 +123,7 @@ def _mixing(model: nn.Module, loss_fn: LossFunction, rows: Microbatch) -> Iterat
         return
     if place == LOSS:
         problem = "mixes units: one unit's loss depends on another unit's row, so clipping bounds nothing"
-        yield _fatal(LOSS, problem, "Return one loss per row, each from its own row alone.")
+        yield _fatal(LOSS, problem, BY_ROW_LOSS)
         return
     named = [label_of(name, module) for name, module in model.named_modules() if _uses_batch_statistics(module)]
     for label in dict.fromkeys([place, *named]):

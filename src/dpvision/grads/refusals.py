@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 LOSS = "loss_fn"
+BY_ROW_LOSS = "Return one loss per row, each from its own row alone: Dice of each picture, not summed over the batch."
 
 
 def movement(names: Iterable[str]) -> str:
@@ -20,7 +21,7 @@ def mixture(place: str) -> str:
     if place == LOSS:
         return (
             "loss_fn mixes units: one unit's loss depends on another unit's row, so clipping bounds nothing. "
-            "Return one loss per row, each from its own row alone."
+            f"{BY_ROW_LOSS}"
         )
     return (
         f"{place} mixes units: one unit's output depends on another unit's input, so clipping bounds nothing. "

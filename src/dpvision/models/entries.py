@@ -19,7 +19,7 @@ from dpvision.models.efficientnet_lite import efficientnet_lite0
 from dpvision.models.nfnet import F0, F3, nf_resnet, nfnet
 from dpvision.models.resnet import ResNet
 from dpvision.models.resnet9 import resnet9
-from dpvision.models.scatter import scatter_cnn, scatter_linear
+from dpvision.models.scatter import ScatterCNN, scatter_linear
 from dpvision.models.segmentation import segmentation9
 from dpvision.models.shoefit import (
     doermann_cnn,
@@ -360,7 +360,7 @@ ENTRIES: tuple[Entry, ...] = (
         purpose="fixed wavelet features and a small CNN",
         image_size=32,
         parameters=187_210,
-        factory=scatter_cnn,
+        factory=ScatterCNN,
     ),
     Entry(
         name="efficientnet_lite0",

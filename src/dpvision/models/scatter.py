@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from typing import Literal, final
 
@@ -115,47 +116,61 @@ def scatter_linear(
     )
 
 
-def scatter_cnn(
-    *,
-    num_classes: int,
-    in_channels: int,
-    image_size: ImageSize = 32,
-    activation: str = "tanh",
-    standardise: Standardise = "group",
-    groups: int = 27,
-    constants: str | Constants | None = None,
-    width: int = 64,
-) -> nn.Module:
+@final
+@dataclass(frozen=True, kw_only=True)
+class ScatterCNN:
     """Scattering and two convolutions: the head for MNIST on grey pictures, the one for CIFAR on others.
 
-    ``width`` counts the channels of both convolutions on coloured pictures, and has no effect on grey ones.
+    ``standardise``, ``groups`` and ``constants`` are those of ``scatter_linear``. The rest concerns coloured pictures,
+    and has no effect on grey ones: ``width`` counts the channels of both convolutions; ``norm_groups`` puts a
+    GroupNorm without parameters after each of them (0: none, as published); ``layer_norm`` brings each picture's
+    features, once standardised, to mean 0 and variance 1.
     """
-    scattering = Scattering(height_width(image_size, least=8))
-    channels = in_channels * scattering.paths
-    if in_channels == 1:
-        head = _grey_head(channels, scattering.output_size, num_classes, activation)
-    else:
-        head = _colour_head(channels, scattering.output_size, num_classes, activation, width)
-    return nn.Sequential(
-        scattering,
-        _standardiser(channels, standardise, groups, constants),
-        *head,
-    )
 
+    num_classes: int
+    in_channels: int
+    image_size: ImageSize = 32
+    activation: str = "tanh"
+    standardise: Standardise = "group"
+    groups: int = 27
+    constants: str | Constants | None = None
+    width: int = 64
+    norm_groups: int = 0
+    layer_norm: bool = False
 
-def _colour_head(
-    channels: int, size: tuple[int, int], num_classes: int, activation: str, width: int
-) -> list[nn.Module]:
-    """Two 3×3 convolutions with a pool between them."""
-    return [
-        nn.Conv2d(channels, width, 3, padding=1),
-        make_activation(activation),
-        nn.MaxPool2d(2),
-        nn.Conv2d(width, width, 3, padding=1),
-        make_activation(activation),
-        nn.Flatten(),
-        nn.Linear(width * (size[0] // 2) * (size[1] // 2), num_classes),
-    ]
+    def __post_init__(self) -> None:
+        problems = Problems()
+        problems.count("width", self.width)
+        fits = self.norm_groups == 0 or (self.norm_groups > 0 and self.width % self.norm_groups == 0)
+        problems.require(fits, f"norm_groups must be 0 or divide width {self.width}, got {self.norm_groups}.")
+        problems.raise_if_any()
+
+    def build(self) -> nn.Module:
+        """The model, its weights drawn from the default generator."""
+        scattering = Scattering(height_width(self.image_size, least=8))
+        channels = self.in_channels * scattering.paths
+        standardiser = _standardiser(channels, self.standardise, self.groups, self.constants)
+        if self.in_channels == 1:
+            head = _grey_head(channels, scattering.output_size, self.num_classes, self.activation)
+        else:
+            head = self._colour_head(channels, scattering.output_size)
+        return nn.Sequential(scattering, standardiser, *head)
+
+    def _colour_head(self, channels: int, size: tuple[int, int]) -> list[nn.Module]:
+        """Two 3×3 convolutions with a pool between them."""
+        width = self.width
+        return [
+            *([nn.GroupNorm(1, channels, affine=False)] if self.layer_norm else []),
+            *self._convolution(channels),
+            nn.MaxPool2d(2),
+            *self._convolution(width),
+            nn.Flatten(),
+            nn.Linear(width * (size[0] // 2) * (size[1] // 2), self.num_classes),
+        ]
+
+    def _convolution(self, channels: int) -> list[nn.Module]:
+        norm = [nn.GroupNorm(self.norm_groups, self.width, affine=False)] if self.norm_groups else []
+        return [nn.Conv2d(channels, self.width, 3, padding=1), *norm, make_activation(self.activation)]
 
 
 def _grey_head(channels: int, size: tuple[int, int], num_classes: int, activation: str) -> list[nn.Module]:

@@ -29,7 +29,8 @@ class SizeIsMultipleOf(nn.Module):
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """The picture as it came."""
         if x_NCHW.shape[-2] % self.number or x_NCHW.shape[-1] % self.number:
-            raise ArgumentError(f"height and width must be multiples of {self.number}, got {tuple(x_NCHW.shape[-2:])}.")
+            sides = tuple(x_NCHW.shape[-2:])
+            raise ArgumentError(f"height and width must be multiples of {self.number}, got {sides}. Set image_size.")
         return x_NCHW
 
 
@@ -42,9 +43,18 @@ class SegmentationNet9(nn.Module):
     """
 
     def __init__(
-        self, *, in_channels: int, num_classes: int, join: Join, norm: Norm, activation: str, scale_norm: bool
+        self,
+        *,
+        in_channels: int,
+        num_classes: int,
+        join: Join,
+        norm: Norm,
+        activation: str,
+        scale_norm: bool,
+        width: int,
     ) -> None:
         super().__init__()
+        w = width
 
         def unit(i: int, o: int, *, pool: bool = False, upsample: bool = False) -> nn.Module:
             return conv_norm_act(i, o, norm=norm, activation=activation, pool=pool, upsample=upsample)
@@ -56,17 +66,17 @@ class SegmentationNet9(nn.Module):
             return norm.make(channels) if scale_norm else nn.Identity()
 
         # Channels after the joins: UNet keeps both halves, LinkNet adds them.
-        deep, shallow = (512, 256) if join == "concat" else (256, 128)
+        deep, shallow = (8 * w, 4 * w) if join == "concat" else (4 * w, 2 * w)
         self.join = join
         self.checked = SizeIsMultipleOf(16)
-        self.down1 = nn.Sequential(unit(in_channels, 64), unit(64, 128, pool=True))
-        self.res1 = residual(128)
-        self.down2 = nn.Sequential(unit(128, 256, pool=True), unit(256, 256, pool=True))
-        self.res2 = residual(256)
-        self.bottom = nn.Sequential(unit(256, 512, pool=True), unit(512, 256, upsample=True))
+        self.down1 = nn.Sequential(unit(in_channels, w), unit(w, 2 * w, pool=True))
+        self.res1 = residual(2 * w)
+        self.down2 = nn.Sequential(unit(2 * w, 4 * w, pool=True), unit(4 * w, 4 * w, pool=True))
+        self.res2 = residual(4 * w)
+        self.bottom = nn.Sequential(unit(4 * w, 8 * w, pool=True), unit(8 * w, 4 * w, upsample=True))
         self.join_norm2 = join_norm(deep)
         self.res3 = residual(deep)
-        self.up2 = nn.Sequential(unit(deep, 256, upsample=True), unit(256, 128, upsample=True))
+        self.up2 = nn.Sequential(unit(deep, 4 * w, upsample=True), unit(4 * w, 2 * w, upsample=True))
         self.join_norm1 = join_norm(shallow)
         self.res4 = residual(shallow)
         self.up1 = unit(shallow, shallow // 2, upsample=True)
@@ -99,13 +109,16 @@ def segmentation9(
     activation: str = "mish",
     scale_norm: bool = False,
     head: Literal["unit", "conv"] = "unit",
+    width: int = 64,
 ) -> nn.Module:
     """UNet-9 (``join`` "concat") or LinkNet-9 ("add"); ``num_classes`` is the number of maps, 1 for one organ.
 
     ``head`` "unit" ends in norm and activation as the papers' code does, which bounds the scores from below;
-    "conv" ends in a 1×1 convolution that gives free scores.
+    "conv" ends in a 1×1 convolution that gives free scores. ``width`` is the number of channels of the first layer,
+    64 in the papers; all others are multiples of it, and 8 suits a CPU.
     """
     problems = Problems()
+    problems.count("width", width)
     problems.require(head in ("unit", "conv"), f"head must be unit or conv, got {head!r}.")
     problems.raise_if_any()
     model = SegmentationNet9(
@@ -115,7 +128,8 @@ def segmentation9(
         norm=Norm(norm, groups),
         activation=activation,
         scale_norm=scale_norm,
+        width=width,
     )
     if head == "conv":
-        model.head = nn.Conv2d(128 if join == "concat" else 64, num_classes, 1)
+        model.head = nn.Conv2d(2 * width if join == "concat" else width, num_classes, 1)
     return model

@@ -6,8 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# More is a mistake, and far more would not fit into a float32.
+LARGEST = 1e6
+Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
 BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, strict=True)]

@@ -13,6 +13,7 @@ from dpvision.recipes.quick import MEANS_NOTHING, quick_config
 from dpvision.recipes.recipe import NOT_RUN, SCALES, Recipe
 from dpvision.recipes.scale import scale_recipes
 from dpvision.recipes.scalenorm import scalenorm_recipes
+from dpvision.recipes.segmentation import segmentation_recipes
 from dpvision.recipes.shoefit import shoefit_recipes
 from dpvision.recipes.shoefit_cifar import shoefit_cifar_recipes
 from dpvision.recipes.small_cnns import small_cnn_recipes
@@ -38,6 +39,7 @@ def all_recipes() -> tuple[Recipe, ...]:
         *shoefit_recipes(),
         *shoefit_cifar_recipes(),
         *scalenorm_recipes(),
+        *segmentation_recipes(),
         *smoothnet_recipes(),
         *scale_recipes(),
         *feature_recipes(),

@@ -10,6 +10,7 @@ from typing import Any, Final, final
 from dpvision.config import DataConfig, ModelConfig, PrivacyConfig, RunConfig
 from dpvision.data import known_sources
 from dpvision.data.known import cache_folder
+from dpvision.recipes import liver
 from dpvision.recipes.recipe import changed
 from dpvision.recipes.subsets import make_subset, subset_sources
 
@@ -165,9 +166,27 @@ def place_data(config: RunConfig) -> RunConfig:
     if source in subset_sources() and not Path(source).exists():
         place = make_subset(source, data_dir=None if config.data.data_dir is None else Path(config.data.data_dir))
         return changed(config, data={"source": str(place)})
+    if source == liver.SMALL and not Path(source).exists():
+        place = liver.make_split(data_dir=None if config.data.data_dir is None else Path(config.data.data_dir))
+        return changed(config, data={"source": str(place), "test": str(place)})
+    if config.data.masks is not None:
+        return _placed_pairs(config, config.data.masks)
     if source in known_sources() or Path(source).exists() or Path(source).name != source:
         return config
     folders = [Path(config.data.data_dir)] if config.data.data_dir else []
     found = (folder / source for folder in (*folders, cache_folder()) if (folder / source).is_dir())
     place = next(found, None)
     return config if place is None else changed(config, data={"source": str(place)})
+
+
+def _placed_pairs(config: RunConfig, masks: str) -> RunConfig:
+    """Pictures and masks below the datasets, where they are not where the configuration says."""
+    source = config.data.source
+    if Path(source).exists():
+        return config
+    folders = [*([Path(config.data.data_dir)] if config.data.data_dir else []), cache_folder()]
+    found = (folder for folder in folders if (folder / source).is_dir() and (folder / masks).is_dir())
+    place = next(found, None)
+    if place is None:
+        return config
+    return changed(config, data={"source": str(place / source), "masks": str(place / masks)})

@@ -22,7 +22,10 @@ _NOISE: Final = 1.0
 _CLASSES: Final = 10
 _SIDE: Final = 32
 # These take more than seconds at 32 pixels, and any size of picture.
-_HUGE: Final = frozenset({"smoothnet", "wrn28_10", "wrn40_4", "nf_resnet50", "nf_resnet200", "nfnet_f0", "nfnet_f3"})
+_HUGE: Final = frozenset(
+    {"smoothnet", "wrn28_10", "wrn40_4", "nf_resnet50", "nf_resnet200", "nfnet_f0", "nfnet_f3"}
+    | {"unet9", "scaleunet9", "linknet9", "scalelinknet9"}
+)
 _HUGE_SIDE: Final = 16
 
 
@@ -36,6 +39,10 @@ def quick_config(config: RunConfig, folder: Path) -> RunConfig:
     size: dict[str, Any] = {"image_size": None, "channels": None}
     normalisation = config.data.normalisation
     data = {"source": str(_pictures(folder, channels, side)), "test": None, "data_dir": None, **size}
+    if config.task == "segmentation":
+        alone = config.data.units == "rows"
+        of_masks = {"masks": None, "window": None, "unit_column": "patient", "units": "rows" if alone else "owners"}
+        data |= {"source": str(_slices(folder, channels, side)), **of_masks}
     steps = {"every_steps": 1} if config.schedule.kind == "step" else {}
     return changed(
         config,
@@ -55,7 +62,7 @@ def _shape(config: RunConfig) -> tuple[int, int]:
     dataset = dataset_of(config)
     channels = config.data.channels or (1 if dataset is None else dataset.channels)
     usual = config.data.image_size or (_SIDE if dataset is None else dataset.image_size)
-    if dataset is None and config.data.source.endswith(".npz"):
+    if dataset is None and config.data.source.endswith(".npz") and config.task == "classification":
         channels = 3  # the parts of CIFAR-100
     huge = config.model is not None and config.model.name in _HUGE
     return channels, min(usual, _HUGE_SIDE if huge else _SIDE)
@@ -92,6 +99,27 @@ def _pictures(folder: Path, channels: int, side: int) -> Path:
         for image, label in zip(images, labels, strict=True):
             image[:, label % side] += 99
         arrays[f"x_{name}"], arrays[f"y_{name}"] = images, labels
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    _write(path, content.getvalue())
+    return path
+
+
+def _slices(folder: Path, channels: int, side: int) -> Path:
+    """An .npz file of noise with a bright square, whose mask it is, in two slices of each patient."""
+    path = folder / f"made-up-masks-{channels}x{side}x{side}.npz"
+    if path.exists():
+        return path
+    generator = np.random.default_rng(0)
+    arrays = {}
+    for start, count in (("", 2 * _UNITS), ("test_", _TEST)):
+        images = generator.integers(0, 156, size=(count, channels, side, side), dtype=np.uint8)
+        masks = np.zeros((count, side, side), dtype=np.uint8)
+        for row, corner in enumerate(generator.integers(0, side // 2, size=(count, 2)).tolist()):
+            inside = tuple(slice(first, first + side // 2) for first in corner)
+            masks[row][inside] = 1
+        images += 99 * masks[:, None]
+        arrays |= {f"{start}images": images, f"{start}masks": masks, f"{start}patient": np.arange(count) // 2}
     content = io.BytesIO()
     np.savez(content, **arrays)
     _write(path, content.getvalue())

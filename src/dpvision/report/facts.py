@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Annotated, Any, Literal, final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from dpvision.certificate import NO_PRIVACY, Certificate, parse_certificate
+from dpvision.certificate import NO_PRIVACY, SHOWN_PICTURES, Certificate, parse_certificate
 from dpvision.checks import ArgumentError, DataError
-from dpvision.runfolder import CERTIFICATE, CONFIG, METRICS, parse_object, read_file
+from dpvision.runfolder import (
+    CERTIFICATE,
+    CONFIG,
+    EXAMPLES,
+    METRICS,
+    Example,
+    parse_examples,
+    parse_object,
+    read_file,
+)
 
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Count = Annotated[int, Field(ge=0)]
@@ -29,14 +38,52 @@ class CurvePoint(_Facts):
 
     step: _Count
     epsilon: float | None = Field(default=None, ge=0)
-    accuracy: _Share
+    accuracy: _Share | None = None
+    dice: _Share | None = None
+
+    @model_validator(mode="after")
+    def _has_a_score(self) -> CurvePoint:
+        if self.accuracy is None and self.dice is None:
+            raise ValueError("a point has neither accuracy nor dice")
+        return self
+
+    @property
+    def score(self) -> float:
+        """Dice, or accuracy where a picture has one class."""
+        return (self.accuracy or 0.0) if self.dice is None else self.dice
+
+
+@final
+class ClassOverlap(_Facts):
+    """How well the pixels of one class are found."""
+
+    dice: _Share
+    iou: _Share | None = None
+    dice_per_patient: _Share | None = None
+
+
+@final
+class Overlaps(_Facts):
+    """The released model on public pictures of which every pixel has a class."""
+
+    dice: _Share
+    iou: _Share | None = None
+    dice_per_patient: _Share | None = None
+    iou_per_patient: _Share | None = None
+    pixel_accuracy: _Share | None = None
+    baseline_dice: _Share | None = None
+    baseline_dice_per_patient: _Share | None = None
+    per_class: dict[str, ClassOverlap] = {}
+    per_patient: dict[str, _Share] | None = None
 
 
 @final
 class FinalMetrics(_Facts):
-    """The released model on public data."""
+    """The released model on public data. ``overlaps`` instead of accuracies where every pixel has a class."""
 
-    accuracy: _Share
+    task: Literal["classification", "segmentation"] = "classification"
+    accuracy: _Share | None = None
+    overlaps: Overlaps | None = None
     top5: _Share | None = None
     loss: float | None = None
     calibration: _Share | None = None
@@ -45,6 +92,25 @@ class FinalMetrics(_Facts):
     count: _Count | None = None
     evaluated_on: str = "a public test set"
     weights: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _overlaps_by_themselves(cls, values: Any) -> Any:
+        """What a mask is judged by has names of its own, some of them those of other figures."""
+        if not isinstance(values, dict) or values.get("task") != "segmentation":
+            return values
+        return {**{key: value for key, value in values.items() if key != "per_class"}, "overlaps": values}
+
+    @model_validator(mode="after")
+    def _has_a_score(self) -> FinalMetrics:
+        if (self.accuracy if self.task == "classification" else self.overlaps) is None:
+            raise ValueError(f"the figures of {self.task} are missing")
+        return self
+
+    @property
+    def score(self) -> float:
+        """The first figure that people ask for: Dice, or accuracy where a picture has one class."""
+        return (self.accuracy or 0.0) if self.overlaps is None else self.overlaps.dice
 
     @property
     def pictures(self) -> int | None:
@@ -64,9 +130,9 @@ class Metrics(_Facts):
 
     @field_validator("final", mode="before")
     @classmethod
-    def _none_without_accuracy(cls, value: object) -> object:
+    def _none_without_a_score(cls, value: object) -> object:
         """A run that was stopped before its first evaluation has no figures."""
-        return None if isinstance(value, dict) and "accuracy" not in value else value
+        return None if isinstance(value, dict) and not {"accuracy", "dice"} & value.keys() else value
 
 
 @final
@@ -78,25 +144,44 @@ class RunFacts:
     certificate: Certificate
     metrics: Metrics | None
     config: dict[str, Any] | None
+    examples: tuple[Example, ...] = ()
+
+    @property
+    def score_name(self) -> str:
+        """What the model is judged by."""
+        by_pixel = (self.config or {}).get("task") == "segmentation"
+        return "Dice" if by_pixel or (self.final is not None and self.final.overlaps is not None) else "accuracy"
+
+    @property
+    def final(self) -> FinalMetrics | None:
+        """The figures of the finished model."""
+        return self.metrics.final if self.metrics else None
 
 
 def read_run(run: Path) -> RunFacts:
     """The public facts of a run folder.
 
-    Guarantee: opens release/certificate.json, metrics.json and config.json, and nothing else; never private/.
+    Guarantee: opens release/certificate.json, metrics.json and config.json, and nothing else; never private/. If the
+    certificate declares test pictures public, it opens release/examples.safetensors too.
     """
     certificate = _read(run, CERTIFICATE)
     if certificate is None:
         raise DataError(
             f"{run} is not a finished run: it has no release/{CERTIFICATE}. Give the folder that dpvision train made."
         )
-    metrics = _read(run, METRICS)
+    metrics, checked = _read(run, METRICS), checked_certificate(certificate)
     return RunFacts(
         name=run.resolve().name,
-        certificate=checked_certificate(certificate),
+        certificate=checked,
         metrics=None if metrics is None else checked_metrics(metrics),
         config=_read(run, CONFIG),
+        examples=_examples(run) if pictures_are_public(checked) else (),
     )
+
+
+def pictures_are_public(certificate: Certificate) -> bool:
+    """Whether test pictures themselves may be seen, not only figures that were measured on them."""
+    return any(entry.what == SHOWN_PICTURES for entry in certificate.declared)
 
 
 def checked_certificate(values: Mapping[str, Any]) -> Certificate:
@@ -133,6 +218,13 @@ def reasons_against_release(certificate: Certificate) -> tuple[str, ...]:
     if not certificate.for_release:
         return ("the certificate says that this run is not for release, and gives no reason",)
     return ()
+
+
+def _examples(run: Path) -> tuple[Example, ...]:
+    path = run / "release" / EXAMPLES
+    if not path.exists() and not path.is_symlink():
+        return ()
+    return parse_examples(read_file(path), name=str(path))
 
 
 def _read(run: Path, name: str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The two charts of the page: accuracy over epsilon, and the most that an attacker can achieve."""
+"""The two charts of the page: accuracy or Dice over epsilon, and the most that an attacker can achieve."""
 
 from __future__ import annotations
 
@@ -21,23 +21,30 @@ def _for_each_screen(shapes: Shapes, draw: Callable[[float, float, str], Markup]
     return join(*(draw(width, height, name) for name, width, height in shapes))
 
 
-def accuracy_chart(points: Sequence[Point], *, x_title: str, final_label: str) -> Markup:
-    """Accuracy on public test data (0..1) over epsilon or steps. One point is enough."""
+def score_chart(
+    points: Sequence[Point], *, x_title: str, score_name: str, final_label: str, baseline: float | None = None
+) -> Markup:
+    """Accuracy or Dice on public test data (0..1) over epsilon or steps. One point is enough.
+
+    ``baseline`` is a level to compare with: what an answer reaches that no picture has a part in.
+    """
+    levels = [y for _, y in points] + ([] if baseline is None else [baseline])
 
     def draw(width: float, height: float, class_: str) -> Markup:
-        box = _accuracy_frame(points, width=width, height=height)
+        box = _score_frame(levels, furthest=max(x for x, _ in points), width=width, height=height)
         y_ticks = [(value, f"{100 * value:.4g} %") for value in ticks(box.y.low, box.y.high, about=5)]
         x_ticks = [(value, f"{value:,.6g}") for value in ticks(box.x.low, box.x.high, about=6 if width > 400 else 4)]
         marks = [element("circle", class_="dot", cx=box.x(x), cy=box.y(y), r=2.6) for x, y in points]
         last_x, last_y = points[-1]
         return picture(
             box,
-            grid(box, x_ticks=x_ticks, y_ticks=y_ticks, x_title=x_title, y_title="Test accuracy"),
+            grid(box, x_ticks=x_ticks, y_ticks=y_ticks, x_title=x_title, y_title=f"Test {score_name}"),
+            *([] if baseline is None else [_level(box, baseline)]),
             element("path", class_="line", d=box.path(points)),
             join(*marks[:-1]),
             element("circle", class_="dot last", cx=box.x(last_x), cy=box.y(last_y), r=5),
             text(final_label, x=box.x(last_x) + 8, y=box.y(last_y) - 14, anchor="end", class_="value"),
-            label=f"Line chart: test accuracy over {x_title.lower()}, ending at {percent(last_y)}.",
+            label=f"Line chart: test {score_name} over {x_title.lower()}, ending at {percent(last_y)}.",
             class_=class_,
         )
 
@@ -75,13 +82,20 @@ def attack_chart(pairs: Pairs) -> Markup:
     return _for_each_screen(_SQUARE, draw)
 
 
-def _accuracy_frame(points: Sequence[Point], *, width: float, height: float) -> Frame:
-    """Limits around the points: room above for the label, never an empty range, never beyond what can be."""
-    values = [y for _, y in points]
+def _level(box: Frame, baseline: float) -> Markup:
+    """A dashed line with its name at its beginning, where a curve is still below it."""
+    label = f"one mask for all {percent(baseline)}"
+    return join(
+        element("path", class_="guess", d=box.path([(box.x.low, baseline), (box.x.high, baseline)])),
+        text(label, x=box.x.start + 6, y=box.y(baseline) - 7, anchor="start", class_="note"),
+    )
+
+
+def _score_frame(values: Sequence[float], *, furthest: float, width: float, height: float) -> Frame:
+    """Limits around the values: room above for the label, never an empty range, never beyond what can be."""
     spread = max(max(values) - min(values), 0.02)
     low = max(0.0, min(values) - 0.08 * spread)
     high = max(values) + 0.16 * spread
-    furthest = max(x for x, _ in points)
     return frame(width=width, height=height, x=(0.0, 1.03 * furthest or 1.0), y=(low, high))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from base64 import b64encode
 from typing import final
 
 _LONGEST_TEXT = 4000
@@ -54,9 +55,15 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c in _ALLOWED else f"\\u{ord(c):04x}" for c in text)
 
 
+def embedded_png(content: bytes, *, alt: str) -> Markup:
+    """A picture that is part of the page. ``content`` must be a PNG that was made here, not one from a file."""
+    source = b64encode(content).decode("ascii")
+    return Markup(f'<img src="data:image/png;base64,{source}"{_attribute("alt", alt)}>')
+
+
 def document(*, title: str, style: str, body: Markup) -> str:
     """A whole page that loads nothing and runs nothing. ``style`` must be our own."""
-    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     head = join(
         element("meta", charset="utf-8"),
         element("meta", http_equiv="Content-Security-Policy", content=policy),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dpvision.checks import DataError
 from dpvision.files import disk_errors, write_atomically
-from dpvision.report import sections, words
+from dpvision.report import masks, sections, words
 from dpvision.report.blocks import equation, power
 from dpvision.report.facts import RunFacts, is_private, read_run, reasons_against_release
 from dpvision.report.markup import Markup, document, element, join
@@ -17,7 +17,8 @@ from dpvision.runfolder import REPORT, RunFolder
 def write_report(run: Path, *, output: Path | None = None) -> Path:
     """Write ``release/report.html`` of a run folder, with its manifest, or ``output`` instead; return its path.
 
-    Guarantee: made of release/certificate.json, metrics.json and config.json only. The same files give the same bytes.
+    Guarantee: made of release/certificate.json, metrics.json and config.json only, and of pictures that the certificate
+    declares public. The same files give the same bytes.
     """
     page = render(read_run(run)).encode()
     if output is not None:
@@ -34,14 +35,15 @@ def write_report(run: Path, *, output: Path | None = None) -> Path:
 def render(run: RunFacts) -> str:
     """The page as text."""
     certificate = run.certificate
-    final = run.metrics.final if run.metrics else None
     body = element(
         "main",
         sections.stamp(certificate),
         _hero(run),
         sections.guarantee(certificate),
-        sections.accuracy(run),
-        sections.classes(final, private=is_private(certificate)),
+        sections.score(run),
+        masks.examples(run),
+        masks.bars(run),
+        sections.classes(run.final, private=is_private(certificate)),
         sections.charged(certificate),
         element("div", sections.declared(certificate), sections.not_covered(certificate), class_="pair"),
         element("div", sections.mechanism(certificate), sections.verification(certificate), class_="pair"),
@@ -84,16 +86,16 @@ def _hero(run: RunFacts) -> Markup:
 
 def _headline(run: RunFacts) -> list[str | Markup]:
     certificate = run.certificate
-    final = run.metrics.final if run.metrics else None
-    accuracy = f"{words.percent(final.accuracy, of=final.pictures)} accuracy" if final else None
+    final = run.final
+    score = f"{words.percent(final.score, of=final.pictures)} {run.score_name}" if final else None
     if certificate.epsilon is None or certificate.delta is None:
-        return [accuracy or "A model", " ", element("span", "without privacy", class_="at")]
+        return [score or "A model", " ", element("span", "without privacy", class_="at")]
     pair = [
         equation("ε", join(words.epsilon_text(certificate.epsilon), ",")),
         " ",
         equation("δ", power(certificate.delta)),
     ]
-    return pair if accuracy is None else [accuracy, " ", element("span", "at", class_="at"), " ", *pair]
+    return pair if score is None else [score, " ", element("span", "at", class_="at"), " ", *pair]
 
 
 def _lead(run: RunFacts) -> str:
@@ -111,11 +113,11 @@ def _lead(run: RunFacts) -> str:
 
 def _tiles(run: RunFacts) -> list[Markup]:
     certificate = run.certificate
-    final = run.metrics.final if run.metrics else None
-    if final is None:
-        tiles = [_tile("Test accuracy", "not stated", "no figures from public data")]
+    if run.final is None:
+        tiles = [_tile(f"Test {run.score_name}", "not stated", "no figures from public data")]
     else:
-        tiles = [_tile("Test accuracy", words.percent(final.accuracy, of=final.pictures), final.evaluated_on)]
+        figure = words.percent(run.final.score, of=run.final.pictures)
+        tiles = [_tile(f"Test {run.score_name}", figure, run.final.evaluated_on)]
     if certificate.epsilon is None or certificate.delta is None:
         return [*tiles, _tile("Epsilon", "none", "no limit on what can leak")]
     units = (certificate.mechanism or {}).get("num_units")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dpvision.certificate import Certificate
 from dpvision.report import words
 from dpvision.report.attack import balanced_attack_bound, proved_pairs, true_positive_bound
-from dpvision.report.bars import class_bars, measured_classes, unmeasured_classes
+from dpvision.report.bars import bars_of, measured_classes, unmeasured_classes
 from dpvision.report.blocks import bullets, card, equation, facts, flat, paragraph, power, table
-from dpvision.report.facts import FinalMetrics, Metrics, RunFacts, is_private, reasons_against_release
-from dpvision.report.figures import MARKED_RATES, accuracy_chart, attack_chart
+from dpvision.report.facts import FinalMetrics, RunFacts, is_private, reasons_against_release
+from dpvision.report.figures import MARKED_RATES, attack_chart, score_chart
 from dpvision.report.markup import Markup, element, join
+from dpvision.report.masks import overlap_rows
 
 _MECHANISM_NAMES = {
     "clip_norm": "Clip norm",
@@ -56,23 +57,23 @@ def guarantee(certificate: Certificate) -> Markup:
     )
 
 
-def accuracy(run: RunFacts) -> Markup:
+def score(run: RunFacts) -> Markup:
     """How good the model is on public data, and how that grew with epsilon."""
-    metrics, final = run.metrics, run.metrics.final if run.metrics else None
-    if metrics is None or (final is None and not metrics.curve):
+    name = words.sentence(run.score_name)
+    if run.metrics is None or (run.final is None and not run.metrics.curve):
         return card(
-            "Accuracy",
+            name,
             paragraph(
-                "No accuracy is stated: the release holds no figures from public test data. Figures from the private "
-                "training pictures are not shown here, because they are not covered by the guarantee."
+                f"No {run.score_name} is stated: the release holds no figures from public test data. Figures from the "
+                "private training pictures are not shown here, because they are not covered by the guarantee."
             ),
         )
     return card(
-        "Accuracy over epsilon" if is_private(run.certificate) else "Accuracy over training",
+        f"{name} over {'epsilon' if is_private(run.certificate) else 'training'}",
         element(
             "div",
-            element("div", *_accuracy_words(run.certificate, metrics)),
-            element("div", _curve(run.certificate, metrics)),
+            element("div", *_score_words(run)),
+            element("div", _curve(run)),
             class_="words",
         ),
     )
@@ -81,14 +82,14 @@ def accuracy(run: RunFacts) -> Markup:
 def classes(final: FinalMetrics | None, *, private: bool) -> Markup | None:
     """Each class by itself, worst first."""
     rows = measured_classes(final) if final else []
-    if final is None or not rows:
+    if final is None or final.accuracy is None or not rows:
         return None
     missing = unmeasured_classes(final)
     absent = paragraph("No test pictures: ", ", ".join(missing), ".", class_="note") if missing else None
     return card(
         "Accuracy of each class",
-        paragraph(*_spread(rows[0].name, rows[0].accuracy, rows[-1].name, rows[-1].accuracy)),
-        class_bars(rows, overall=final.accuracy),
+        paragraph(*_spread(rows[0].name, rows[0].share, rows[-1].name, rows[-1].share)),
+        bars_of(rows, overall=final.accuracy),
         paragraph(
             "Dashed: all classes together. Thin line: 95 % interval from the number of test pictures.",
             " Private training tends to cost rare and difficult classes most: look at the worst before use."
@@ -147,7 +148,9 @@ def not_covered(certificate: Certificate) -> Markup | None:
         "knowledge about everyone with the pattern, whether or not they took part."
     ]
     if certificate.privacy_unit != "example":
-        general.append(f"Several {certificate.privacy_unit}s together: for k of them the bound grows to k · ε.")
+        general.append(
+            f"Several {certificate.privacy_unit}s together: for k of them ε grows to k · ε, and δ by more than k."
+        )
     return card(
         "Not covered",
         paragraph("What the guarantee does not promise.", class_="note"),
@@ -230,9 +233,25 @@ def _promise(certificate: Certificate, *, epsilon: float, delta: float) -> list[
             "long they compute. It can't be undone by anything that is done with the model later."
         ),
         paragraph(words.orientation(epsilon)),
-        paragraph(warning, class_="warning") if warning else None,
+        *(paragraph(text, class_="warning") for text in (warning, words.less_than_a_person(unit)) if text),
+        _other_units(certificate),
         *_attack_table(certificate),
     ]
+
+
+def _other_units(certificate: Certificate) -> Markup | None:
+    """What the same charges prove for whoever owns several units, or for a part of one."""
+    if not certificate.other_units:
+        return None
+    rows = []
+    for other in certificate.other_units:
+        figure = "nothing is proved"
+        if other.epsilon is not None:
+            figure = join(
+                equation("ε", join(words.epsilon_text(other.epsilon), ",")), " ", equation("δ", power(other.delta))
+            )
+        rows.append(join(f"{words.sentence(other.unit)}: ", figure, element("span", other.why, class_="how")))
+    return element("div", element("h3", "The same training, for other units"), bullets(rows), class_="after")
 
 
 def _attack_table(certificate: Certificate) -> list[Markup]:
@@ -261,26 +280,20 @@ def _attack_picture(certificate: Certificate) -> list[Markup]:
     ]
 
 
-def _accuracy_words(certificate: Certificate, metrics: Metrics) -> list[Markup]:
-    final = metrics.final
+def _score_words(run: RunFacts) -> list[Markup]:
+    final = run.final
     if final is None:
         return [
             paragraph("The figures of the finished model are missing; the curve shows what was measured on the way.")
         ]
-    rows = [("Test accuracy", words.percent(final.accuracy, of=final.pictures))]
-    if final.top5 is not None:
-        rows.append(("Top-5 accuracy", words.percent(final.top5, of=final.pictures)))
-    if final.loss is not None:
-        rows.append(("Loss (cross-entropy)", f"{final.loss:.4f}"))
-    if final.calibration is not None:
-        rows.append(("Calibration error", words.percent(final.calibration)))
+    rows = _accuracy_rows(final) if final.overlaps is None else overlap_rows(final.overlaps, loss=final.loss)
     if final.weights:
         rows.append(("Weights", final.weights))
-    if metrics.train_seconds is not None:
-        rows.append(("Training time", words.duration(metrics.train_seconds)))
+    if run.metrics is not None and run.metrics.train_seconds is not None:
+        rows.append(("Training time", words.duration(run.metrics.train_seconds)))
     spent = (
         "Each point is the model after more steps, with the epsilon spent until then. "
-        if is_private(certificate)
+        if is_private(run.certificate)
         else ""
     )
     return [
@@ -292,18 +305,35 @@ def _accuracy_words(certificate: Certificate, metrics: Metrics) -> list[Markup]:
     ]
 
 
-def _curve(certificate: Certificate, metrics: Metrics) -> Markup:
-    if is_private(certificate):
-        points = [(point.epsilon, point.accuracy) for point in metrics.curve if point.epsilon is not None]
+def _accuracy_rows(final: FinalMetrics) -> list[tuple[str, str]]:
+    rows = [("Test accuracy", words.percent(final.score, of=final.pictures))]
+    if final.top5 is not None:
+        rows.append(("Top-5 accuracy", words.percent(final.top5, of=final.pictures)))
+    if final.loss is not None:
+        rows.append(("Loss (cross-entropy)", f"{final.loss:.4f}"))
+    if final.calibration is not None:
+        rows.append(("Calibration error", words.percent(final.calibration)))
+    return rows
+
+
+def _curve(run: RunFacts) -> Markup:
+    curve, final = run.metrics.curve if run.metrics else (), run.final
+    if is_private(run.certificate):
+        points = [(point.epsilon, point.score) for point in curve if point.epsilon is not None]
         title = "Epsilon spent"
     else:
-        points = [(float(point.step), point.accuracy) for point in metrics.curve]
+        points = [(float(point.step), point.score) for point in curve]
         title = "Steps"
     if not points:
         return paragraph("The curve was not recorded.", class_="note")
     points.sort(key=lambda point: point[0])
-    pictures = metrics.final.pictures if metrics.final else None
-    return accuracy_chart(points, x_title=title, final_label=words.percent(points[-1][1], of=pictures))
+    return score_chart(
+        points,
+        x_title=title,
+        score_name=run.score_name,
+        final_label=words.percent(points[-1][1], of=final.pictures if final else None),
+        baseline=final.overlaps.baseline_dice if final and final.overlaps else None,
+    )
 
 
 def _spread(worst: str, worst_share: float, best: str, best_share: float) -> list[str | Markup]:

@@ -70,6 +70,7 @@ _LAYOUT = """
 .stamp p{margin-top:8px;max-width:none}
 .warning{border-left:4px solid var(--worst);background:var(--worst-soft);padding:10px 14px;border-radius:0 8px 8px 0;
   margin:12px 0 0;max-width:none}
+.warning+table,.after+table{margin-top:16px}
 table{border-collapse:collapse;width:100%;font-size:15px}
 th{text-align:left;font-weight:600;color:var(--soft);font-size:14px;line-height:1.35}
 th,td{padding:8px 14px 8px 0;border-bottom:1px solid var(--rule);vertical-align:top}
@@ -115,8 +116,22 @@ _CHARTS = """
 .fill{position:absolute;inset:0 auto 0 0;background:var(--bar);border-radius:3px}
 .whisker{position:absolute;top:8px;height:2px;background:var(--ink);opacity:.55}
 .mean{position:absolute;top:-4px;bottom:-4px;width:0;border-left:1.5px dashed var(--soft)}
+.constant{position:absolute;top:-4px;bottom:-4px;width:0;border-left:2px dotted var(--worst)}
 .worst .fill{background:var(--worst)}
 .worst .name,.worst .share{color:var(--worst);font-weight:650}
+"""
+
+_EXAMPLES = """
+.examples{display:grid;grid-template-columns:repeat(3,minmax(0,1fr));gap:14px}
+figure{margin:0}
+figure img{display:block;width:100%;height:auto;border-radius:6px}
+figcaption{font-size:14px;line-height:1.4;margin-top:5px;color:var(--soft)}
+figcaption b{color:var(--ink);font-weight:650}
+.legend{color:var(--soft);font-size:14.5px;max-width:none}
+.legend>span{display:inline-block;margin-right:18px}
+.swatch{display:inline-block;width:26px;margin-right:8px;vertical-align:middle;border-radius:2px}
+.swatch.truth{height:6px;background:#56b4e9}
+.swatch.found{height:3px;background:#e69f00}
 """
 
 _SMALL = """
@@ -138,6 +153,9 @@ _SMALL = """
   .bar{grid-template-columns:minmax(0,1fr) auto auto;gap:1px 8px;padding:5px 0}
   .track{grid-column:1/-1;grid-row:2;height:12px}
   .whisker{top:5px}
+  .examples{display:flex;gap:9px;overflow-x:auto}
+  figure{flex:0 0 46%}
+  figcaption{font-size:13px}
   th,td{padding-right:10px;font-size:14px}
   dl{grid-template-columns:minmax(90px,40%) minmax(0,1fr);gap:6px 14px}
 }
@@ -155,4 +173,4 @@ _SMALL = """
 }
 """
 
-STYLE = (_COLOURS + _TEXT + _LAYOUT + _CHARTS + _SMALL).strip()
+STYLE = (_COLOURS + _TEXT + _LAYOUT + _CHARTS + _EXAMPLES + _SMALL).strip()

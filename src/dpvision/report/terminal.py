@@ -11,6 +11,7 @@ from dpvision.report import words
 from dpvision.report.attack import proved_pairs, true_positive_bound
 from dpvision.report.facts import (
     FinalMetrics,
+    Overlaps,
     checked_certificate,
     checked_metrics,
     read_run,
@@ -22,11 +23,11 @@ _NEIGHBOURS = {"add_remove": "added or removed", "replace_one": "replaced", "zer
 
 
 def summary_lines(certificate: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> list[str]:
-    """Accuracy, guarantee and what it means, a line each; reasons against release come first, and last."""
+    """Accuracy or Dice, guarantee and what it means, a line each; reasons against release come first, and last."""
     facts = checked_certificate(certificate)
     final = checked_metrics(metrics).final if metrics is not None else None
     warning = [f"NOT FOR RELEASE: {reason}" for reason in reasons_against_release(facts)]
-    lines = [_accuracy_line(final), *_worst_line(final), *_guarantee_lines(facts)]
+    lines = [*_score_lines(final), *_guarantee_lines(facts)]
     return [visible(line.replace(words.SPACE, " ")) for line in (*lines, *warning)]
 
 
@@ -36,22 +37,43 @@ def figures_of(run: Path) -> dict[str, Any]:
     final = facts.metrics.final if facts.metrics else None
     names = ("epsilon", "delta", "epsilon_rdp", "privacy_unit", "adjacency", "steps_taken", "for_release")
     return {
-        "accuracy": None if final is None else final.accuracy,
+        **_scores(final),
         **{name: getattr(facts.certificate, name) for name in names},
         "reasons_against_release": list(reasons_against_release(facts.certificate)),
     }
 
 
-def _accuracy_line(final: FinalMetrics | None) -> str:
+def _scores(final: FinalMetrics | None) -> dict[str, Any]:
+    if final is None or final.overlaps is None:
+        return {"accuracy": None if final is None else final.accuracy}
+    found = final.overlaps
+    return {"dice": found.dice, "dice_per_patient": found.dice_per_patient, "baseline_dice": found.baseline_dice}
+
+
+def _score_lines(final: FinalMetrics | None) -> list[str]:
     if final is None:
-        return "accuracy  not measured: no public test data"
+        return ["accuracy  not measured: no public test data"]
     size = f", {final.pictures:,} pictures" if final.pictures else ""
     weights = f", {final.weights} weights" if final.weights else ""
-    return f"accuracy  {words.percent(final.accuracy, of=final.pictures)}  ({final.evaluated_on}{size}{weights})"
+    where = f"({final.evaluated_on}{size}{weights})"
+    if final.overlaps is None:
+        return [f"accuracy  {words.percent(final.score, of=final.pictures)}  {where}", *_worst_line(final)]
+    return [f"dice      {words.percent(final.score)}  {where}", *_overlap_lines(final.overlaps)]
 
 
-def _worst_line(final: FinalMetrics | None) -> list[str]:
-    known = {name: share for name, share in final.per_class.items() if share is not None} if final else {}
+def _overlap_lines(found: Overlaps) -> list[str]:
+    lines = []
+    if found.dice_per_patient is not None:
+        lines.append(f"patients  {words.percent(found.dice_per_patient)}  (Dice of each patient, averaged)")
+    if found.per_patient and len(found.per_patient) > 1:
+        lines.append(f"worst     {words.percent(min(found.per_patient.values()))}  (Dice of one patient)")
+    if found.baseline_dice is not None:
+        lines.append(f"baseline  {words.percent(found.baseline_dice)}  (Dice of the best single mask for all)")
+    return lines
+
+
+def _worst_line(final: FinalMetrics) -> list[str]:
+    known = {name: share for name, share in final.per_class.items() if share is not None}
     if len(known) < 2:
         return []
     name = min(known, key=lambda key: (known[key], key))

@@ -11,6 +11,7 @@ from decimal import ROUND_CEILING, Decimal
 from dpvision.mechanism import Adjacency
 
 _SAYS_NOTHING = 0.999
+_ONE_PICTURE = {"example": "training picture", "slice": "slice, which is one training picture"}
 SPACE = "\u00a0"  # keeps a number and its sign on one line
 
 
@@ -74,9 +75,20 @@ def odds_factor(epsilon: float) -> str:
 
 def unit_and_pictures(unit: str) -> str:
     """The privacy unit as a phrase."""
-    if unit == "example":
-        return "each single training picture"
+    if unit in _ONE_PICTURE:
+        return f"each single {_ONE_PICTURE[unit]}"
     return f"each {unit} with all of its pictures"
+
+
+def less_than_a_person(unit: str) -> str | None:
+    """What to say beside a guarantee whose unit is a part of what somebody gave."""
+    if unit != "slice":
+        return None
+    return (
+        "This is a guarantee for one slice, not for one patient. Whoever has many slices in the data is protected "
+        "less, and what all of them show together may be recognised. Read it as a patient's protection only where a "
+        "figure for patients stands beside it."
+    )
 
 
 def the_unit(unit: str) -> str:

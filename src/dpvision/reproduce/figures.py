@@ -19,7 +19,7 @@ from dpvision.verify import verify
 @final
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One finished run, read from its release. ``accuracy`` is in percent."""
+    """One finished run, read from its release. ``accuracy`` is in percent; for masks it is the Dice of a picture."""
 
     repeat: int
     run: str
@@ -144,13 +144,14 @@ def read_figures(run: Path, *, repeat: int) -> Figures:
         raise TamperError(f"{run} is not in order: {found.problems[0]}")
     release = RunFolder.open(run).release
     final_metrics = _read(release / METRICS).get("final", {})
-    if not isinstance(final_metrics.get("accuracy"), float):
-        raise DPVisionError(f"{run} has no accuracy in its {METRICS}.")
+    figure = final_metrics.get("dice", final_metrics.get("accuracy"))
+    if not isinstance(figure, float):
+        raise DPVisionError(f"{run} has no accuracy and no Dice in its {METRICS}.")
     top5 = final_metrics.get("top5")
     return Figures(
         repeat=repeat,
         run=str(run),
-        accuracy=100 * final_metrics["accuracy"],
+        accuracy=100 * figure,
         top5=None if top5 is None else 100 * top5,
         certificate=_read(release / CERTIFICATE),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dpvision.certificate import rounded_up
+from dpvision.rounding import rounded_up
 
 _NOTHING = "–"
 
@@ -63,7 +63,8 @@ def _epsilon(value: float | None) -> str:
 
 def _notes(values: Mapping[str, Any]) -> Iterator[str]:
     scale = {"cpu": "the reduced versions for two cores", "paper": "the papers' settings", "quick": "smoke tests"}
-    yield f"Scale: {scale[values['scale']]}. Ours: accuracy on the public test set after the last step, in percent."
+    ours = "Ours: accuracy (Dice for masks) on the public test set after the last step, in percent."
+    yield f"Scale: {scale[values['scale']]}. {ours}"
     yield "The standard deviation is the sample's; the best of several runs was chosen by a look at the test set."
     yield ""
     yield from release_lines(values)

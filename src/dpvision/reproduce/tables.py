@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 from dpvision.checks import ArgumentError
-from dpvision.recipes import features, scale, scalenorm, shoefit, shoefit_cifar, smoothnet
+from dpvision.recipes import features, scale, scalenorm, segmentation, shoefit, shoefit_cifar, smoothnet
 from dpvision.recipes.recipe import Recipe
 from dpvision.reproduce.table import Row, Table
 
@@ -27,6 +27,8 @@ def all_tables() -> tuple[Table, ...]:
         _table("epochs-table5.1", "ScaleNorm thesis, Table 5.1: epochs, CIFAR-10 at epsilon 7.5", _epochs()),
         _table("activation-table5.2", "ScaleNorm thesis, Table 5.2: Mish against ReLU at epsilon 7.5", _mish()),
         _table("transfer-table5.5", "ScaleNorm thesis, Table 5.5: transfer at epsilon 10", _transfer()),
+        _table("scalenorm-table6.1", "ScaleNorm thesis, Table 6.1: liver CT, Dice", _masks()),
+        _table("liver-patients", "Liver CT: patients as units, and no privacy, Dice", _patients()),
         _table("batch-lr-grid", "ScaleResNet-9 on CIFAR-10 at epsilon 7.5: batch size × learning rate", _grid()),
         _table("smoothnet-table2", "SmoothNets, Table 2: architectures at epsilon 7", _architectures()),
         _table("smoothnet-components", "SmoothNets: components, CIFAR-10 at epsilon 7", _components()),
@@ -134,6 +136,18 @@ def _transfer() -> Iterator[Row]:
         for scale_norm in (False, True):
             yield Row(f"{words}, {_with(scale_norm)}", f"{second}-{'scale' * scale_norm}resnet9-{end}")
     yield Row("CIFAR-100 from scratch, none", "cifar100-resnet9-eps10")
+
+
+def _masks() -> Iterator[Row]:
+    for setting, _ in segmentation.table_settings():
+        words = f"{setting.network}, epsilon {setting.epsilon:g}, {setting.groups} groups, {_with(setting.scale_norm)}"
+        yield Row(words, setting.name)
+
+
+def _patients() -> Iterator[Row]:
+    for setting in (*segmentation.patient_settings(), *segmentation.ordinary_settings()):
+        unit = "no privacy" if setting.epsilon is None else f"patients, epsilon {setting.epsilon:g}"
+        yield Row(f"{setting.network}, {unit}, {_with(setting.scale_norm)}", setting.name)
 
 
 def _grid() -> Iterator[Row]:

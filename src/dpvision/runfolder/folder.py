@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 LEDGER, CONFIG, WEIGHTS, METRICS = "ledger.jsonl", "config.json", "weights.safetensors", "metrics.json"
 REPORT, CERTIFICATE, MANIFEST = "report.html", "certificate.json", "manifest.json"
-_OWN_FILES = frozenset({LEDGER, CONFIG, WEIGHTS, METRICS, CERTIFICATE, MANIFEST})
+CERTIFICATE_PAGE, CARD, SIGNATURE = "certificate.md", "model_card.md", "signature.json"
+_OWN_FILES = frozenset({LEDGER, CONFIG, WEIGHTS, METRICS, CERTIFICATE, MANIFEST, CERTIFICATE_PAGE, CARD, SIGNATURE})
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -86,9 +87,15 @@ class RunFolder:
     def open(path: Path) -> RunFolder:
         """An existing run folder, for reading; it is locked when it is first written to."""
         folder = RunFolder(path)
-        if not folder.release.is_dir():
-            raise ArgumentError(f"{path} must be a run folder: it has no release/. Give what dpvision train made.")
-        return folder
+        if folder.release.is_dir():
+            return folder
+        if any(folder.checkpoints.glob("*.safetensors")):
+            raise TamperError(f"{folder.release} is missing: the ledger was in it. Put it back.")
+        if folder.private.is_dir():
+            raise DPVisionError(
+                f"{path} stopped before its first checkpoint: start it anew elsewhere. Nothing was spent."
+            )
+        raise ArgumentError(f"{path} must be a run folder: it has no release/. Give what dpvision train made.")
 
     def __enter__(self) -> RunFolder:
         return self
@@ -101,6 +108,10 @@ class RunFolder:
     def lock(self) -> None:
         """Keep other processes from writing here, until ``close`` or the end of this process."""
         if self._unlock is None:
+            # A folder from somebody else must not lead what is written here to where it does not belong.
+            for folder in (self.release, self.private, self.checkpoints):
+                if folder.is_symlink():
+                    raise TamperError(f"{folder} must be a folder, not a link to one. Put the real one there.")
             with disk_errors(f"lock {self.root}"):
                 self._unlock = weakref.finalize(self, os.close, _locked(self.private / "lock", self.root))
 
@@ -128,9 +139,10 @@ class RunFolder:
         if claimed != _digest(values):
             raise TamperError(f"{self.key_path} was changed: its hash does not fit. Put the old one back.")
         try:
+            _require_key(values)
             keys = Keys(bytes.fromhex(values["secret"]), values["context"], hand_seeded=values["hand_seeded"])
             return StoredKey(keys, values["run_id"], tuple(values["bindings"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TamperError(f"{self.key_path} is not what dpvision writes: {error}.") from error
 
     def open_ledger(self) -> Ledger:
@@ -185,9 +197,17 @@ class RunFolder:
         self._write(self.private / f"unsafe_{_plain(name)}.json", json_bytes(values), mode=0o600)
 
     def write_release(
-        self, *, weights: bytes, certificate: Mapping[str, Any], metrics: Mapping[str, Any], config: str | None = None
+        self,
+        *,
+        weights: bytes,
+        certificate: Mapping[str, Any],
+        metrics: Mapping[str, Any],
+        config: str | None = None,
+        pages: Mapping[str, str] | None = None,
     ) -> None:
         """Write the files that may be given away: the certificate near the end, the manifest last.
+
+        ``pages`` are texts about the certificate, by their names.
 
         Guarantee: at no moment is there a certificate that claims less than the ledger. It is checked against the
         ledger on disk, and an old one is withdrawn first.
@@ -198,14 +218,19 @@ class RunFolder:
         self.write_config(text)
         self._write(self.release / WEIGHTS, weights)
         self._write(self.release / METRICS, json_bytes(metrics))
+        for name, page in (pages or {}).items():
+            self._write(self.release / _plain(name), page.encode())
         self._write(self.release / CERTIFICATE, json_bytes(certificate))
         hashes = {name: file_sha256(self.release / name) for name in release_files(self.release)}
         self._write(self.release / MANIFEST, json_bytes(hashes))
 
-    def _require_true(self, certificate: Mapping[str, Any], *, weights: bytes, config: bytes) -> None:
+    def _require_of_ledger(self, certificate: Mapping[str, Any]) -> None:
         entries = read_ledger(self.ledger_path)
         if certificate["ledger"] != {"length": len(entries), "head": entries[-1].hash}:
             raise PrivacyError("the certificate was not made from the ledger as it is on disk. Build it anew.")
+
+    def _require_true(self, certificate: Mapping[str, Any], *, weights: bytes, config: bytes) -> None:
+        self._require_of_ledger(certificate)
         if certificate["weights_sha256"] != sha256_hex(weights) or certificate["config_sha256"] != sha256_hex(config):
             raise PrivacyError("the certificate was made for other weights or another configuration. Build it anew.")
 
@@ -216,8 +241,9 @@ class RunFolder:
             if (self.release / CERTIFICATE).exists():
                 os.replace(self.release / CERTIFICATE, self._withdrawn)
                 sync_folder(self.private)
-            for path in (self.release / MANIFEST, *self.release.glob(".*.tmp")):
-                path.unlink(missing_ok=True)
+            for name in (SIGNATURE, MANIFEST):
+                (self.release / name).unlink(missing_ok=True)
+            self._clear_leftovers()
             sync_folder(self.release)
 
     def add_to_release(self, name: str, content: bytes) -> None:
@@ -225,12 +251,49 @@ class RunFolder:
 
         The other files keep the hashes that they had: adding a file does not make a changed one right.
         """
+        self._require_free(name)
+        self._grow({name: content})
+
+    def attach(self, name: str, content: bytes, *, certificate: Mapping[str, Any], pages: Mapping[str, str]) -> None:
+        """Write one more file that the certificate names, with the certificate, its pages and the manifest.
+
+        A crash leaves a manifest that does not fit; ``dpvision resume`` then writes the release anew.
+        """
+        self._require_free(name)
+        self._require_of_ledger(certificate)
+        texts = {page: text.encode() for page, text in pages.items()}
+        self._grow({name: content, **texts, CERTIFICATE: json_bytes(certificate)})
+
+    def write_signature(self, content: bytes, release: Path) -> None:
+        """Put a signature beside the manifest in ``release``, which may be away from its run and have another name."""
+        if release == self.release and self.private.is_dir():
+            self.lock()
+        with disk_errors(f"write {release / SIGNATURE}"):
+            write_atomically(release / SIGNATURE, content)
+
+    def _require_free(self, name: str) -> None:
         if _plain(name) in _OWN_FILES:
             raise ArgumentError(f"{name} is written by the run itself. Choose another name.")
+        if (self.release / SIGNATURE).exists():
+            raise ArgumentError(
+                f"{self.release} is signed, and one more file would break the signature. Delete {SIGNATURE}, and sign "
+                "again after this."
+            )
+
+    def _grow(self, files: Mapping[str, bytes]) -> None:
         path = self.release / MANIFEST
         hashes = parse_object(read_file(path), name=str(path))
-        self._write(self.release / name, content)
-        self._write(path, json_bytes(dict(sorted({**hashes, name: sha256_hex(content)}.items()))))
+        self._clear_leftovers()
+        for name, content in files.items():
+            self._write(self.release / name, content)
+        hashes |= {name: sha256_hex(content) for name, content in files.items()}
+        self._write(path, json_bytes(dict(sorted(hashes.items()))))
+
+    def _clear_leftovers(self) -> None:
+        """Remove what a writer that was killed left of files that it did not finish."""
+        self.lock()
+        for path in (*self.release.glob(".*.tmp"), *self.private.glob(".*.tmp")):
+            path.unlink(missing_ok=True)
 
     def load_weights(self, *, sha256: str | None = None) -> dict[str, Tensor]:
         """The released weights, if they are those of that hash; left open, it is the one that the certificate names."""
@@ -250,16 +313,17 @@ class RunFolder:
 
 
 def release_files(release: Path) -> list[str]:
-    """Every file below ``release/`` but the manifest, links included, by relative name."""
+    """Every file below ``release/`` but the manifest and its signature, links included, by relative name."""
     files = (path for path in release.rglob("*") if path.is_symlink() or not path.is_dir())
-    return sorted(name for name in (path.relative_to(release).as_posix() for path in files) if name != MANIFEST)
+    names = (path.relative_to(release).as_posix() for path in files)
+    return sorted(name for name in names if name not in {MANIFEST, SIGNATURE})
 
 
 def _locked(path: Path, root: Path) -> int:
     """A descriptor that holds the lock; the system drops it when the process ends, however it ends."""
     import fcntl  # not on every system; reading needs no lock
 
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
@@ -272,6 +336,17 @@ def _locked(path: Path, root: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _require_key(values: dict[str, Any]) -> None:
+    """Texts where there are texts: whoever can write the file can mend its hash."""
+    bindings = values["bindings"]
+    facts = [each for binding in bindings for each in binding.items()] if bindings else []
+    texts = [values["context"], values["run_id"], *(part for fact in facts for part in fact)]
+    if not (facts and isinstance(bindings, list) and all(isinstance(text, str) for text in texts)):
+        raise ValueError("its fields are not texts")
+    if not (type(values["hand_seeded"]) is bool and "".join(texts).isascii()):
+        raise ValueError("its fields are not plain texts")
 
 
 def _digest(values: dict[str, Any]) -> str:

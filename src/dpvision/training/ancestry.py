@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpvision.certificate import NOT_FOR_RELEASE, TRAINING_DATA, rounded_up
+from dpvision.certificate import HISTORY, NOT_FOR_RELEASE, TRAINING_DATA, history_digest
 from dpvision.config import PriorRelease, RunConfig, TransferConfig
 from dpvision.ledger import Ledger
+from dpvision.rounding import rounded_up
 from dpvision.transfer import known_by_hash
 
 FIRST_WEIGHTS = "first weights"
@@ -40,6 +41,9 @@ def transfer_declarations(config: RunConfig, *, planned_epsilon: float | None) -
 def note_ancestry(ledger: Ledger, config: RunConfig) -> None:
     """Write what no later file can take back then: the name of the data, and the reasons against a release."""
     ledger.note("declare", {"what": TRAINING_DATA, "how": config.data.name})
+    history = history_digest(config.public().model_dump(mode="json")["transfer"])
+    if history is not None:
+        ledger.note("declare", {"what": HISTORY, "how": f"SHA-256 {history}"})
     for stamp in transfer_stamps(config):
         ledger.note("declare", {"what": NOT_FOR_RELEASE, "how": stamp})
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpvision.accounting import mechanism_guarantee
+from dpvision.certificate import SHOWN_PICTURES
 from dpvision.config import RunConfig, ViewsConfig
-from dpvision.training.ancestry import transfer_declarations
+from dpvision.ledger import Ledger
+from dpvision.training.ancestry import note_ancestry, transfer_declarations
+from dpvision.training.examples import may_show_pictures
 from dpvision.training.phases import mirrored
 from dpvision.training.prepare import Pictures, extra_charges
 from dpvision.transfer import KNOWN_WEIGHTS
@@ -14,7 +17,12 @@ from dpvision.transfer import KNOWN_WEIGHTS
 
 def declarations(config: RunConfig, pictures: Pictures) -> list[tuple[str, str]]:
     """Pairs of (what, how) for everything that is declared instead of charged."""
-    found = [("privacy units", units_come_from(config)), ("test split", test_split(config, pictures))]
+    found = [("privacy units", units_come_from(config, pictures)), ("test split", test_split(config, pictures))]
+    found += rows_of_owners(config)
+    if may_show_pictures(config):
+        found.append(
+            (SHOWN_PICTURES, "a few, with their masks and the model's: whoever named them declares them public")
+        )
     if config.data.normalisation == "published":
         of_weights = config.transfer is not None and config.transfer.weights in KNOWN_WEIGHTS
         what = config.transfer.weights if config.transfer is not None and of_weights else config.data.source
@@ -29,6 +37,13 @@ def declarations(config: RunConfig, pictures: Pictures) -> list[tuple[str, str]]
     if config.views != ViewsConfig():
         found.append(("views of a picture", views_text(config)))
     return [*found, *transfer_declarations(config, planned_epsilon=planned_epsilon(config))]
+
+
+def note_declarations(ledger: Ledger, config: RunConfig, pictures: Pictures) -> None:
+    """Write all that is declared into the ledger. What stands there already is not written again."""
+    for what, how in declarations(config, pictures):
+        ledger.note("declare", {"what": what, "how": how})
+    note_ancestry(ledger, config)
 
 
 def planned_epsilon(config: RunConfig) -> float | None:
@@ -46,22 +61,36 @@ def views_text(config: RunConfig) -> str:
 
 
 def not_covered(pictures: Pictures) -> tuple[str, ...]:
-    """What this run leaves unprotected besides what every run does."""
+    """What this run leaves unprotected besides what every run with its header does."""
     if pictures.held_out:
-        return ("The units held out for testing: accuracy on them is published without noise.",)
+        return ("The units held out for testing: figures on them are published without noise.",)
     return ()
 
 
-def units_come_from(config: RunConfig) -> str:
+def units_come_from(config: RunConfig, pictures: Pictures) -> str:
     """Who said which rows belong together."""
-    data = config.data
+    data, alone = config.data, "each picture is a unit of its own"
+    if pictures.train.owners is None:
+        return alone
     if data.unit_csv is not None:
-        return f"a CSV of file and unit{f', column {data.unit_column}' if data.unit_column else ''}"
-    if data.unit_column is not None:
-        return f"the column {data.unit_column}"
-    if data.unit_folder_level is not None:
-        return f"folder level {data.unit_folder_level}"
-    return "each picture is a unit of its own"
+        owners = f"a CSV of file and unit{f', column {data.unit_column}' if data.unit_column else ''}"
+    elif data.unit_column is not None:
+        owners = f"the column {data.unit_column}"
+    elif data.unit_folder_level is not None:
+        owners = f"folder level {data.unit_folder_level}"
+    elif data.unit_pattern is not None:
+        owners = f"the pattern {data.unit_pattern} in a file's name"
+    else:
+        owners = "the name of each volume"
+    return owners if data.units != "rows" else f"{alone}, also where one owner has several (owners: {owners})"
+
+
+def rows_of_owners(config: RunConfig) -> list[tuple[str, str]]:
+    """How many rows an owner may have, where that is bounded."""
+    most = config.privacy.most_rows_per_owner
+    if most is None:
+        return []
+    return [("rows of an owner", f"at most {most}, the first in the order of the data; the others are not trained on")]
 
 
 def test_split(config: RunConfig, pictures: Pictures) -> str:

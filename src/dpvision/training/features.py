@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpvision import __version__
 from dpvision.config import RunConfig
@@ -42,12 +42,17 @@ def run_features(
         return None
     front = copy.deepcopy(phase.front).eval()
     front.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] (faster convolutions on a CPU)
+    half = config.feature_precision == "bfloat16"
+
+    def look(inputs: Tensor) -> Tensor:
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=half):
+            return front(inputs)
 
     def of(store: ImageStore, *, mirrored: bool) -> Features:
         def compute() -> Features:
             told = _Told(store.name, say)
             return extract(
-                front,
+                look,
                 store.images,
                 normalisation,
                 mirrored=mirrored,
@@ -58,7 +63,7 @@ def run_features(
 
         if config.cache_features != "disk":
             return compute()
-        key = _key(front, config, store, normalisation, f"{phase.dtype} {mirrored}")
+        key = _key(front, config, store, normalisation, f"{phase.dtype} {mirrored} {config.feature_precision}")
         return kept_features(_folder(config), key, compute)
 
     return RunFeatures(of(pictures.train, mirrored=phase.mirrored), of(pictures.test, mirrored=False))

@@ -10,13 +10,13 @@ from typing import Literal
 import torch
 
 from dpvision.checks import DPVisionError
-from dpvision.evaluate import Metrics, evaluate, evaluate_features
+from dpvision.evaluate import MaskMetrics, Metrics, evaluate, evaluate_features, evaluate_masks
 from dpvision.flow import OrdinaryGrad, charge_for
 from dpvision.grads import clipped_sum_of_batch, ordinary_gradient
 from dpvision.noise import privatize
 from dpvision.training.budget import BudgetSpent
 from dpvision.training.interrupt import StopRequest
-from dpvision.training.session import Session, classification_loss
+from dpvision.training.session import Session
 from dpvision.training.watch import Watcher
 
 
@@ -72,7 +72,7 @@ def _take_step(session: Session) -> None:
     if session.budget is None:
         mean = ordinary_gradient(
             session.phase.network,
-            classification_loss,
+            session.loss,
             batch,
             divisor=session.config.plan.expected_batch_size,
             performance=performance,
@@ -82,7 +82,7 @@ def _take_step(session: Session) -> None:
         mechanism = session.config.mechanism
         clipped = clipped_sum_of_batch(
             session.phase.network,
-            classification_loss,
+            session.loss,
             batch,
             clip_norm=mechanism.clip_norm,
             clipping=mechanism.clipping,
@@ -106,9 +106,19 @@ def spent_at_most(session: Session, due: list[int]) -> float | None:
     return session.meter.spent(coming + session.recharged_steps).epsilon
 
 
-def measure(session: Session) -> Metrics:
+def measure(session: Session) -> Metrics | MaskMetrics:
     """The figures of the present weights on the public test split."""
     require_finite(session)
+    if session.config.task == "segmentation":
+        return evaluate_masks(
+            session.model,
+            session.pictures.test,
+            session.normalisation,
+            loss=session.loss,
+            parameters=session.optimizer.averaged_parameters(),
+            device=session.device,
+            name_patients=not session.pictures.held_out,
+        )
     if session.phase.front is not None and session.features is not None:
         return evaluate_features(
             session.phase.network,
@@ -130,13 +140,7 @@ def evaluate_now(session: Session, watcher: Watcher) -> None:
     """Add a point to the curve, on the public test split."""
     metrics = measure(session)
     spent = None if session.meter is None else session.meter.spent(session.step + session.recharged_steps).epsilon
-    point = {
-        "step": session.step,
-        "epsilon": spent,
-        "accuracy": metrics.accuracy,
-        "top5": metrics.top5,
-        "loss": metrics.loss,
-    }
+    point = {"step": session.step, "epsilon": spent, **metrics.headline(), "loss": metrics.loss}
     session.curve.append(point)
     session.final = metrics
     session.optimizer.report_public_metric(metrics.loss)

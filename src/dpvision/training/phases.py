@@ -75,7 +75,8 @@ def _stretches(model: nn.Module, config: RunConfig) -> list[tuple[int, frozenset
 def _phase(model: nn.Module, config: RunConfig, example: Tensor, first: int, trained: frozenset[str]) -> Phase:
     whole = Phase(first, trained, model)
     as_it_is = config.views == ViewsConfig(padding=config.views.padding)
-    if config.cache_features == "off" or not (as_it_is or mirrored(config.views)):
+    # Maps are as large as pictures: there is nothing to gain from keeping them.
+    if config.task == "segmentation" or config.cache_features == "off" or not (as_it_is or mirrored(config.views)):
         return whole
     set_trained(model, whole)
     cut = split(model, example)
@@ -95,7 +96,8 @@ def features_of(front: nn.Module, inputs: Tensor) -> Tensor:
 
 def _dtype(numbers_per_row: int, config: RunConfig) -> torch.dtype | None:
     """How precisely features are kept: in full, in half, or not at all. Decided by declared numbers only."""
-    numbers = numbers_per_row * required(config.privacy.num_units, "num_units") * config.data.rows_per_unit
+    numbers = numbers_per_row * required(config.privacy.num_units, "num_units")
+    numbers *= required(config.data.rows_per_unit, "rows_per_unit")
     if 4 * numbers <= FEATURE_BYTES:
         return torch.float32
     return torch.float16 if 2 * numbers <= FEATURE_BYTES else None

@@ -23,8 +23,11 @@ from dpvision.data import (
 from dpvision.keys import Keys
 from dpvision.mechanism import Event
 from dpvision.optim import OptimizerSettings
+from dpvision.rounding import rounded_up
+from dpvision.training.counting import count_charges, with_number_of_units
 from dpvision.training.origin import resolved_transfer
-from dpvision.training.proposals import DEFAULT_IMAGE_SIZE, Choice, Facts, fill_open_settings
+from dpvision.training.proposals import DEFAULT_IMAGE_SIZE, DEFAULT_MASK_SIZE, Choice, Facts, fill_open_settings
+from dpvision.training.units import limited_rows, name_units
 
 STATISTICS = "normalisation statistics"
 HEAD_CLIP_NORM, HEAD_RATE = 0.1, 4.0
@@ -53,8 +56,9 @@ class Prepared:
     notes: tuple[str, ...]
 
 
-def load_options(data: DataConfig) -> LoadOptions:
-    """How the configuration wants pictures to be read."""
+def load_options(config: RunConfig) -> LoadOptions:
+    """How the configuration wants the training pictures to be read."""
+    data = config.data
     return LoadOptions(
         data_dir=Path(data.data_dir) if data.data_dir else None,
         image_size=data.image_size,
@@ -63,36 +67,58 @@ def load_options(data: DataConfig) -> LoadOptions:
         unit_column=data.unit_column,
         unit_csv=Path(data.unit_csv) if data.unit_csv else None,
         unit_folder_level=data.unit_folder_level,
+        unit_pattern=data.unit_pattern,
+        units=data.units,
+        segmentation=config.task == "segmentation",
+        masks=Path(data.masks) if data.masks else None,
+        mask_classes=data.mask_classes,
+        only_foreground=data.only_foreground,
+        volume_axis=data.volume_axis,
+        window=data.window,
     )
 
 
-def load_pictures(data: DataConfig, keys: Keys) -> Pictures:
+def load_pictures(config: RunConfig, keys: Keys) -> Pictures:
     """Both splits. Without a test split, a part of the units is held out by a keyed draw."""
-    options = load_options(data)
+    data, options = config.data, load_options(config)
     splits = load(data.source, options)
     constants = splits.normalisation if splits.normalisation.source == "published" else None
+    train, test, held_out = splits.train, splits.test, False
     if data.test is not None:
-        test = load_one(data.test, options.like(splits.train), class_names=splits.train.class_names)
-        return Pictures(splits.train, test, constants, False, splits.train.skipped + test.skipped)
-    if splits.test is not None:
-        return Pictures(splits.train, splits.test, constants, False, splits.train.skipped + splits.test.skipped)
-    train, test = hold_out(splits.train, fraction=data.holdout_fraction, keys=keys)
-    return Pictures(train, test, constants, True, splits.train.skipped)
+        require_test_part(data, has_one=test is not None)
+        others = replace(options.like(train), masks=Path(data.test_masks) if data.test_masks else None)
+        test = load_one(data.test, others, class_names=train.class_names)
+    elif test is None:
+        train, test = hold_out(train, fraction=data.holdout_fraction, keys=keys)
+        held_out = True
+    skipped = splits.train.skipped + (() if held_out else test.skipped)
+    return Pictures(limited_rows(train, config), test, constants, held_out, skipped)
+
+
+def require_test_part(data: DataConfig, *, has_one: bool) -> None:
+    """Private pictures that are named as public test pictures too would be measured, and shown, without noise."""
+    same = data.test is not None and Path(data.test).resolve() == Path(data.source).resolve()
+    if same and data.source not in known_sources() and not has_one:
+        raise ArgumentError(
+            f"test must name other pictures than the private ones, got {data.name!r}, which has no test part. Leave it "
+            "out to hold a part of the units out."
+        )
 
 
 def prepare(config: RunConfig, keys: Keys) -> Prepared:
     """Load the pictures, fill what is open and calibrate the noise. Nothing is spent yet."""
     if config.data.mean is not None or config.data.std is not None:
         raise ArgumentError("mean and std are written by the run itself: choose normalisation instead.")
-    config = name_units(config)
     choices: list[Choice] = []
     by_name = config.data.source in known_sources()
     if config.data.image_size is None and not by_name and Path(config.data.source).is_dir():
-        data = config.data.model_copy(update={"image_size": DEFAULT_IMAGE_SIZE})
+        side = DEFAULT_MASK_SIZE if config.task == "segmentation" else DEFAULT_IMAGE_SIZE
+        data = config.data.model_copy(update={"image_size": side})
         config = config.model_copy(update={"data": data})
-        choices.append(Choice("image_size", str(DEFAULT_IMAGE_SIZE), "small pictures train fast; raise it for detail"))
+        choices.append(Choice("image_size", str(side), "small pictures train fast; raise it for detail"))
     config, pixels = resolved_transfer(config)
-    pictures = load_pictures(config.data, keys)
+    pictures = load_pictures(config, keys)
+    config = name_units(config, pictures.train)
     if pixels is not None:
         pictures = replace(pictures, published=pixels)  # what the weights were trained on goes first
     config, of_head = fill_for_head(config)
@@ -101,6 +127,7 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
         num_classes=pictures.train.num_classes,
         image_shape=pictures.train.image_shape,
     )
+    config, counted = with_number_of_units(config, pictures.train, keys)
     config, chosen = fill_open_settings(config, facts)
     require_other_pictures(config)
     config = name_normalisation(config, pictures)
@@ -108,7 +135,7 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
     if config.privacy.enabled:
         config = calibrate(config)
     config = parse_config(config.model_dump())
-    return Prepared(config, pictures, (*choices, *of_head, *chosen), notes(config, pictures))
+    return Prepared(config, pictures, (*choices, *of_head, *counted, *chosen), notes(config, pictures))
 
 
 def fill_for_head(config: RunConfig) -> tuple[RunConfig, tuple[Choice, ...]]:
@@ -166,21 +193,6 @@ def notes(config: RunConfig, pictures: Pictures) -> tuple[str, ...]:
     return tuple(found)
 
 
-def name_units(config: RunConfig) -> RunConfig:
-    """What a unit is called. A word for a person needs ids of persons: a word alone protects nobody."""
-    data, given = config.data, config.privacy.privacy_unit
-    grouped = any(value is not None for value in (data.unit_column, data.unit_csv, data.unit_folder_level))
-    if given not in {None, "example"} and not grouped:
-        raise ArgumentError(
-            f"privacy_unit must be example where each picture is a unit of its own, got {given!r}. "
-            "Say who owns which picture: unit_column, unit_csv or unit_folder_level."
-        )
-    if given == "example" and grouped:
-        raise ArgumentError("privacy_unit must name what owns several pictures (patient, user …), got 'example'.")
-    privacy = config.privacy.model_copy(update={"privacy_unit": given or ("owner" if grouped else "example")})
-    return config.model_copy(update={"privacy": privacy})
-
-
 def name_normalisation(config: RunConfig, pictures: Pictures) -> RunConfig:
     """Turn ``auto`` into the published constants of a known dataset, or into fixed ones."""
     wanted = config.data.normalisation
@@ -209,6 +221,11 @@ def constant_normalisation(config: RunConfig, pictures: Pictures) -> Normalisati
 
 def extra_charges(config: RunConfig) -> Charges:
     """What is charged besides the training steps."""
+    return (*count_charges(config), *statistics_charges(config))
+
+
+def statistics_charges(config: RunConfig) -> Charges:
+    """What constants for the pixels cost, if they are computed from the private pictures."""
     if config.privacy.enabled and config.data.normalisation == "released":
         noise = config.data.statistics_noise_multiplier
         return ((Event(sample_rate=1.0, noise_multiplier=noise, purpose=STATISTICS), 1),)
@@ -236,7 +253,8 @@ def calibrate(config: RunConfig) -> RunConfig:
     mechanism_guarantee(config.mechanism, delta=privacy.delta, extra=extra, accountant="rdp")
     if privacy.target_epsilon is not None and planned.epsilon > privacy.target_epsilon:
         raise ArgumentError(
-            f"the plan would spend epsilon {planned.epsilon:.4g}, more than target_epsilon={privacy.target_epsilon:g}. "
-            "Raise noise_multiplier, lower steps or expected_batch_size, or leave noise_multiplier open."
+            f"the plan would spend epsilon {rounded_up(planned.epsilon)}, more than "
+            f"target_epsilon={privacy.target_epsilon:g}. Raise noise_multiplier, lower steps or expected_batch_size, "
+            "or leave noise_multiplier open."
         )
     return config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -10,12 +11,16 @@ from typing import Any, final
 
 from torch import Tensor
 
-from dpvision.certificate import Disclosures, ReleaseFacts, build_certificate
+from dpvision.card import model_card
+from dpvision.certificate import Disclosures, ReleaseFacts, build_certificate, render_certificate_page
 from dpvision.ledger import read_ledger
-from dpvision.runfolder import sha256_hex, weights_bytes
+from dpvision.runfolder import CARD, CERTIFICATE_PAGE, EXAMPLES, sha256_hex, weights_bytes
 from dpvision.training.declare import not_covered
+from dpvision.training.examples import example_file
 from dpvision.training.loop import Outcome
 from dpvision.training.session import Session
+
+_FIRST_FIGURES = ("accuracy", "top5", "dice", "iou", "dice_per_patient", "iou_per_patient", "baseline_dice", "loss")
 
 
 @final
@@ -33,9 +38,7 @@ class RunResult:
         """The figures that people ask for first."""
         final_metrics = self.metrics["final"]
         return {
-            "accuracy": final_metrics["accuracy"],
-            "top5": final_metrics["top5"],
-            "loss": final_metrics["loss"],
+            **{name: final_metrics[name] for name in _FIRST_FIGURES if name in final_metrics},
             "epsilon": self.certificate["epsilon"],
             "epsilon_rdp": self.certificate["epsilon_rdp"],
             "delta": self.certificate["delta"],
@@ -68,7 +71,14 @@ def write_release(session: Session, *, outcome: Outcome) -> RunResult:
         disclosures=Disclosures(not_covered=not_covered(session.pictures)),
     )
     metrics = metrics_of(session)
-    session.folder.write_release(weights=weights, certificate=certificate, metrics=metrics, config=config)
+    pages = {
+        CERTIFICATE_PAGE: render_certificate_page(certificate),
+        CARD: model_card(certificate, metrics=metrics, config=json.loads(config)),
+    }
+    session.folder.write_release(weights=weights, certificate=certificate, metrics=metrics, config=config, pages=pages)
+    shown = example_file(session)
+    if shown is not None:
+        session.folder.add_to_release(EXAMPLES, shown)
     # How long the draws took depends on their sizes, which are private: not part of the release.
     session.folder.write_unsafe("timing", {"train_seconds": session.seconds})
     return RunResult(session.folder.root, outcome, certificate, metrics, session.seconds)
@@ -102,6 +112,7 @@ def metrics_of(session: Session) -> dict[str, Any]:
     averaged = session.optimizer.averaged_parameters() is not None
     final_metrics = {} if session.final is None else session.final.to_dict()
     return {
+        "task": session.config.task,
         "curve": session.curve,
         "final": {
             **final_metrics,

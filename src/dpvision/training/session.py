@@ -9,19 +9,19 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from dpvision import models
 from dpvision.accounting import EpsilonMeter
 from dpvision.checks import ArgumentError, DPVisionError
 from dpvision.config import RunConfig, required
 from dpvision.data import FeatureDraws, Normalisation, PoissonDraws, ViewSettings
-from dpvision.evaluate import Metrics
+from dpvision.evaluate import MaskMetrics, Metrics
 from dpvision.flow import Microbatch
 from dpvision.grads import Finding, plan_for, require_private_ready
 from dpvision.grads import preflight as find_problems
 from dpvision.keys import Keys
 from dpvision.ledger import Ledger
+from dpvision.losses import RowLoss, classification_loss, loss_for, outputs_for
 from dpvision.optim import Optimizer
 from dpvision.runfolder import RunFolder
 from dpvision.training.budget import Budget
@@ -32,11 +32,6 @@ from dpvision.training.prepare import Pictures, extra_charges
 
 PREFLIGHT_ROWS = 4
 FROZEN, MOST_FROZEN = "frozen", 3
-
-
-def classification_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy, one value per row."""
-    return F.cross_entropy(outputs, targets, reduction="none")
 
 
 @final
@@ -75,7 +70,7 @@ class Session:
     step: int = 0
     seconds: float = 0.0
     curve: list[dict[str, Any]] = field(default_factory=list)
-    final: Metrics | None = None
+    final: Metrics | MaskMetrics | None = None
     draws: PoissonDraws | FeatureDraws = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,6 +92,11 @@ class Session:
         self.phase, self.features = phase, None
         self.draws = self._draws()
         self.optimizer = make_optimizer(self.model, self.config, first_step=phase.first_step)
+
+    @property
+    def loss(self) -> RowLoss:
+        """What is minimised: one value a row."""
+        return loss_of(self.config, self.pictures)
 
     @property
     def total_steps(self) -> int:
@@ -159,7 +159,7 @@ def assemble(
             store=pictures.train,
             normalisation=normalisation,
             keys=place.keys,
-            rows_per_unit=config.data.rows_per_unit,
+            rows_per_unit=required(config.data.rows_per_unit, "rows_per_unit"),
             device=place.device,
             views=view_settings(config),
         ),
@@ -187,7 +187,10 @@ def make_learner(config: RunConfig, pictures: Pictures, device: str) -> Learner:
     """The configured model in training mode, with weights that are the same for everybody, and its phases."""
     model = _created(config, pictures, seed=0).to(device).train()
     with fitting_shape(pictures.train.image_shape):
-        example, _ = made_up_rows(pictures.train.image_shape, pictures.train.num_classes, device)
+        example, _ = made_up_like(pictures, device)
+        if config.task == "segmentation":
+            with torch.no_grad():
+                model(example[:1])  # says early what sizes it can't take
         return Learner(model, phases_of(model, config, example))
 
 
@@ -195,7 +198,7 @@ def _created(config: RunConfig, pictures: Pictures, *, seed: int) -> nn.Module:
     chosen = required(config.model, "model")
     return models.create(
         chosen.name,
-        num_classes=pictures.train.num_classes,
+        num_classes=outputs_for(config.task, pictures.train.num_classes),
         in_channels=pictures.train.image_shape[0],
         seed=seed,
         **chosen.options,
@@ -208,14 +211,15 @@ def settle_plans(learner: Learner, config: RunConfig, pictures: Pictures, device
     What it decides changes the last bits of a sum. Decided anew at a checkpoint's weights, it could differ, and a
     repeated step would give another sum under the same noise.
     """
-    inputs, targets = made_up_rows(pictures.train.image_shape, pictures.train.num_classes, device)
-    rows = config.data.rows_per_unit * view_settings(config).count
+    inputs, targets = made_up_like(pictures, device)
+    rows = required(config.data.rows_per_unit, "rows_per_unit") * view_settings(config).count
     unit = torch.full((1, rows), 1 / rows, dtype=torch.float64, device=device)
     for phase in learner.phases:
         set_trained(learner.model, phase)
         seen = inputs if phase.front is None else features_of(phase.front, inputs)
-        like = Microbatch(seen[:1].repeat_interleave(rows, 0), targets[:1].repeat(rows), unit)
-        plan_for(phase.network, classification_loss, like, config.performance)
+        like = Microbatch(seen[:1].repeat_interleave(rows, 0), targets[:1].repeat_interleave(rows, 0), unit)
+        with fitting_shape(pictures.train.image_shape):
+            plan_for(phase.network, loss_of(config, pictures), like, config.performance)
     set_trained(learner.model, learner.phases[0])
 
 
@@ -231,18 +235,32 @@ def draw_weights(model: nn.Module, config: RunConfig, pictures: Pictures, keys: 
     model.load_state_dict(drawn.state_dict())
 
 
-def made_up_rows(image_shape: tuple[int, int, int], num_classes: int, device: str) -> tuple[Tensor, Tensor]:
-    """Rows for trying a model out: always the same, and nobody's pictures."""
+def loss_of(config: RunConfig, pictures: Pictures) -> RowLoss:
+    """The loss of a run; the same value whenever it is asked for."""
+    return loss_for(config.task, required(config.loss, "loss"), pictures.train.num_classes)
+
+
+def made_up_rows(
+    image_shape: tuple[int, int, int], num_classes: int, device: str, *, per_pixel: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows for trying a model out: always the same, and nobody's pictures. Targets are classes, or masks of them."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn((PREFLIGHT_ROWS, *image_shape), generator=generator).to(device)
-    return inputs, torch.randint(num_classes, (PREFLIGHT_ROWS,), generator=generator).to(device)
+    shape = (PREFLIGHT_ROWS, *(image_shape[1:] if per_pixel else ()))
+    return inputs, torch.randint(num_classes, shape, generator=generator).to(device)
 
 
-def preflight(model: nn.Module, pictures: Pictures, device: str) -> list[Finding]:
+def made_up_like(pictures: Pictures, device: str) -> tuple[Tensor, Tensor]:
+    """Made-up rows of the kind that a run trains on."""
+    store = pictures.train
+    return made_up_rows(store.image_shape, store.num_classes, device, per_pixel=store.per_pixel)
+
+
+def preflight(model: nn.Module, config: RunConfig, pictures: Pictures, device: str) -> list[Finding]:
     """Try the model on made-up pictures: units must not mix, and every gradient must be right. Returns notes."""
-    inputs, targets = made_up_rows(pictures.train.image_shape, pictures.train.num_classes, device)
+    inputs, targets = made_up_like(pictures, device)
     with fitting_shape(pictures.train.image_shape):
-        findings = require_private_ready(model, classification_loss, inputs, targets)
+        findings = require_private_ready(model, loss_of(config, pictures), inputs, targets)
     frozen = [finding for finding in findings if finding.problem.startswith(FROZEN)]
     if len(frozen) <= MOST_FROZEN:
         return findings

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from dpvision.checks import DPVisionError, PrivacyError
+from dpvision.checks import DPVisionError, PrivacyError, TamperError, brief
 from dpvision.config import RunConfig, parse_config, required
 from dpvision.data import Normalisation, released_normalisation
 from dpvision.keys import Keys
-from dpvision.ledger import Ledger, charges_of, read_ledger
+from dpvision.ledger import Ledger, read_ledger
 from dpvision.noise import standard_normals
 from dpvision.runfolder import Checkpoint, RunFolder, StoredKey
-from dpvision.training.ancestry import note_ancestry
 from dpvision.training.binding import Binding, bound_keys, current_binding, differences
-from dpvision.training.declare import declarations
+from dpvision.training.counting import count_charges
+from dpvision.training.declare import note_declarations
 from dpvision.training.features import RunFeatures, Say, run_features
 from dpvision.training.phases import phase_at, set_trained
 from dpvision.training.prepare import (
     Pictures,
     Prepared,
     constant_normalisation,
-    extra_charges,
     load_pictures,
     prepare,
+    statistics_charges,
 )
 from dpvision.training.session import Place, Session, assemble, draw_weights, make_learner, preflight, settle_plans
 
@@ -49,16 +51,16 @@ def begin(
     learner = make_learner(config, pictures, device)
     if config.privacy.enabled:
         set_trained(learner.model, learner.phases[-1])  # who learns at all, learns in the last phase
-        findings = preflight(learner.model, pictures, device)
+        findings = preflight(learner.model, config, pictures, device)
         prepared = replace(prepared, notes=(*prepared.notes, *map(str, findings)))
         settle_plans(learner, config, pictures, device)
     draw_weights(learner.model, config, pictures, bound)
     folder = RunFolder.create(path)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
-    ledger = Ledger.create(folder.ledger_path, ledger_header(config, run_id, hand_seeded=keys.hand_seeded))
-    for what, how in declarations(config, pictures):
-        ledger.note("declare", {"what": what, "how": how})
-    note_ancestry(ledger, config)
+    header = ledger_header(config, run_id, hand_seeded=keys.hand_seeded)
+    counted = [event for event, _ in count_charges(config)]  # the header gives the number away: charged with it
+    ledger = Ledger.create(folder.ledger_path, header, charges=counted)
+    note_declarations(ledger, config, pictures)
     normalisation = normalise(config, pictures, bound, ledger)
     config = config.with_normalisation(normalisation.mean, normalisation.std)
     folder.write_whole_config(config.to_json())
@@ -85,7 +87,7 @@ def come_back(path: Path, *, allow_fork: bool, device: str, say: Say = silently)
         )
     config = parse_config(folder.read_whole_config())
     stored = folder.load_key()
-    pictures = load_pictures(config.data, holdout_keys(stored.keys, stored.run_id))
+    pictures = load_pictures(config, holdout_keys(stored.keys, stored.run_id))
     ledger = folder.open_ledger()
     require_same_plan(config, ledger, stored)
     binding = binding_of(config, pictures, run_id=stored.run_id, device=device)
@@ -93,7 +95,8 @@ def come_back(path: Path, *, allow_fork: bool, device: str, say: Say = silently)
     learner = make_learner(config, pictures, device)
     if config.privacy.enabled:
         settle_plans(learner, config, pictures, device)
-    load_model(learner.model, checkpoint)
+    with fitting(checkpoint):
+        load_model(learner.model, checkpoint)
     normalisation = normalisation_of(config)
     phase = phase_at(learner.phases, max(0, checkpoint.step - 1))
     features = run_features(phase, config, pictures, normalisation=normalisation, device=device, say=say)
@@ -112,13 +115,14 @@ def come_back(path: Path, *, allow_fork: bool, device: str, say: Say = silently)
         folder.save_key(stored.keys, run_id=stored.run_id, bindings=bindings)
         notes.append(f"{', '.join(changed)} changed: the run forks, with other noise, and repeated steps are charged.")
     fork = note_forks(ledger, bindings, checkpoint)
-    note_ancestry(ledger, config)  # a fork may have brought other data
+    note_declarations(ledger, config, pictures)  # a fork may have brought other data or settings
     place = Place(folder, ledger, bound_keys(stored.keys, bindings[-1], fork), fork, device)
     learner = replace(learner, features=features)
     session = assemble(
         config, pictures, place=place, learner=learner, normalisation=normalisation, taken=checkpoint.step
     )
-    restore(session, checkpoint)
+    with fitting(checkpoint):
+        restore(session, checkpoint)
     return session, notes
 
 
@@ -160,6 +164,7 @@ def ledger_header(config: RunConfig, run_id: str, *, hand_seeded: bool) -> dict[
         "noise_multiplier": privacy.noise_multiplier if privacy.enabled else None,
         "steps": config.plan.steps,
         "target_epsilon": privacy.target_epsilon,
+        "most_rows_per_owner": privacy.most_rows_per_owner if privacy.enabled else None,
         "hand_seeded": hand_seeded,
     }
 
@@ -179,7 +184,7 @@ def spent_so_far(folder: RunFolder) -> str:
     """What a run that never came to its first checkpoint has spent."""
     if not folder.ledger_path.exists():
         return "Nothing was spent."
-    charges = charges_of(read_ledger(folder.ledger_path))
+    charges = folder.open_ledger().charges()  # without half a line: its noise never existed
     if not charges:
         return "Nothing was spent."
     parts = ", ".join(f"{count} × {event.purpose} (noise {event.noise_multiplier:g})" for event, count in charges)
@@ -188,7 +193,7 @@ def spent_so_far(folder: RunFolder) -> str:
 
 def normalise(config: RunConfig, pictures: Pictures, keys: Keys, ledger: Ledger) -> Normalisation:
     """Constants for the pixels. Statistics of private pictures are charged before they are drawn."""
-    charges = extra_charges(config)
+    charges = statistics_charges(config)
     if not charges:
         return constant_normalisation(config, pictures)
     ((event, _),) = charges
@@ -234,6 +239,20 @@ def note_forks(ledger: Ledger, bindings: tuple[dict[str, str], ...], checkpoint:
         reason = ", ".join(differences(bindings[number - 1], bindings[number])) or "checkpoint"
         ledger.note("fork", {"fork": number, "step": checkpoint.step, "reason": f"changed: {reason}"})
     return len(bindings) - 1
+
+
+@contextmanager
+def fitting(checkpoint: Checkpoint) -> Iterator[None]:
+    """Word it as ours when a checkpoint is whole, but not one of this run."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        if isinstance(error, DPVisionError):
+            raise
+        raise TamperError(
+            f"the checkpoint of step {checkpoint.step} is not one of this run: {brief(error)}. "
+            "Put the right one in its place."
+        ) from error
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import struct
 import warnings
@@ -17,8 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
-from dpvision.checks import DataError
+from dpvision.checks import DataError, brief
 from dpvision.data import read_member
+from dpvision.data.limits import open_regular, require_memory
+from dpvision.data.wording import shown, some_of
 from dpvision.files import disk_errors
 
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
@@ -33,13 +36,14 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], bytes]:
     Guarantee: nothing in the file is executed: torch files are read with ``weights_only``, arrays without pickle.
     """
     try:
-        with disk_errors(f"read {path}"):
-            content = path.read_bytes()
+        with disk_errors(f"read {path}"), open_regular(path) as file:
+            require_memory(os.fstat(file.fileno()).st_size, path)
+            content = file.read()
         found = _parse(content, kind=path.suffix.lower())
     except MemoryError as error:
-        raise DataError(f"{path} does not fit into memory.") from error
+        raise DataError(f"{shown(path)} does not fit into memory.") from error
     except (SafetensorError, pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, ValueError) as error:
-        raise DataError(f"{path} can't be read as weights: {_first_line(error)}") from error
+        raise DataError(f"{shown(path)} can't be read as weights: {_first_line(error)}") from error
     except (
         struct.error,
         zlib.error,
@@ -50,9 +54,12 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], bytes]:
         OverflowError,
         AssertionError,
     ) as error:
-        raise DataError(f"{path} is damaged or not a file of weights ({type(error).__name__}).") from error
+        raise DataError(f"{shown(path)} is damaged or not a file of weights ({type(error).__name__}).") from error
     if found is None:
-        raise DataError(f"{path} must be a file of weights by name ({_KINDS}). Save a model's state_dict().")
+        raise DataError(f"{shown(path)} must be a file of weights by name ({_KINDS}). Save a model's state_dict().")
+    odd = [name for name, value in found.items() if not _is_plain(value)]
+    if odd:
+        raise DataError(f"{shown(path)} must hold plain real tensors, got others: {some_of(odd)}.")
     return found, content
 
 
@@ -98,6 +105,14 @@ def _state_of(found: Any) -> dict[str, Tensor] | None:
     return dict(found) if found and all(isinstance(value, Tensor) for value in found.values()) else None
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it has its own numbers: no sparse, quantised or merely described tensor, none that repeats a few."""
+    plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    if not plain or tensor.is_nested or tensor.is_complex():
+        return False
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
 def _first_line(error: Exception) -> str:
     lines = str(error).splitlines() or [type(error).__name__]
-    return f"{lines[0].rstrip('.')}."
+    return f"{brief(lines[0].rstrip('.'))}."

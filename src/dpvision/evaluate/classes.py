@@ -1,15 +1,10 @@
-"""How good a model is on pictures that are public: accuracy, loss, calibration, and each class by itself.
-
-Guarantee: none is needed and none is given. A figure from here describes the pictures that went in, exactly and
-without noise; only public test data may be used for figures that are released.
-"""
+"""Figures where a picture has one class: accuracy, loss, calibration, and each class by itself."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
@@ -17,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpvision.checks import ArgumentError, DataError, Problems
+from dpvision.checks import DataError
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.store import ImageStore
+from dpvision.evaluate.outputs import counted, inputs_of, outputs_of
 
 CALIBRATION_BINS = 15
 _TOP5_NEEDS_CLASSES = 6
@@ -43,6 +39,10 @@ class Metrics:
     per_class_count: Mapping[str, int]
     count: int
 
+    def headline(self) -> dict[str, float | None]:
+        """What is looked at first, the most important first."""
+        return {"accuracy": self.accuracy, "top5": self.top5}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self)
@@ -61,7 +61,7 @@ def evaluate(
 
     ``parameters`` replaces the model's own where given, such as averaged ones. The model is left as it was.
     """
-    inputs = _inputs(store.images, normalisation, batch_size=batch_size, device=device)
+    inputs = inputs_of(store.images, normalisation, batch_size=batch_size, device=device)
     logits = _logits(model, inputs, device=device, parameters=parameters)
     return metrics_of(logits, store.labels, store.class_names)
 
@@ -79,7 +79,7 @@ def evaluate_features(
 
     They are those of ``evaluate`` on the whole model, up to rounding.
     """
-    inputs = (part.to(device, torch.float32) for part in features.split(_counted(batch_size)))
+    inputs = (part.to(device, torch.float32) for part in features.split(counted(batch_size)))
     logits = _logits(rest, inputs, device=device, parameters=parameters)
     return metrics_of(logits, store.labels, store.class_names)
 
@@ -94,7 +94,7 @@ def predict(
     parameters: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """The probability of each class for each of the uint8 ``images``: float32, on the CPU, one row a picture."""
-    inputs = _inputs(images, normalisation, batch_size=batch_size, device=device)
+    inputs = inputs_of(images, normalisation, batch_size=batch_size, device=device)
     return _logits(model, inputs, device=device, parameters=parameters).softmax(dim=1).float()
 
 
@@ -122,20 +122,6 @@ def metrics_of(logits: Tensor, labels: Tensor, class_names: tuple[str, ...]) -> 
     )
 
 
-def _inputs(
-    images: Tensor, normalisation: Normalisation, *, batch_size: int, device: torch.device | str
-) -> Iterator[Tensor]:
-    """What a model sees of the pictures, batch by batch."""
-    return (normalisation.apply(images_B.to(device)) for images_B in images.split(_counted(batch_size)))
-
-
-def _counted(batch_size: int) -> int:
-    problems = Problems()
-    problems.count("batch_size", batch_size)
-    problems.raise_if_any()
-    return batch_size
-
-
 def _logits(
     model: nn.Module,
     batches: Iterator[Tensor],
@@ -144,35 +130,8 @@ def _logits(
     parameters: Mapping[str, Tensor] | None,
 ) -> Tensor:
     """The model's outputs for all rows, in float64 on the CPU."""
-    replaced = _replacements(model, parameters, device)
-    with _evaluation_mode(model), torch.no_grad():
-        rows = [torch.func.functional_call(model, replaced, (inputs,)).double().cpu() for inputs in batches]
-    return torch.cat(rows)
-
-
-def _replacements(
-    model: nn.Module, parameters: Mapping[str, Tensor] | None, device: torch.device | str
-) -> dict[str, Tensor]:
-    """``parameters`` on the device. Names that the model doesn't have would be ignored silently, so they're refused."""
-    if parameters is None:
-        return {}
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | dict(model.named_buffers()).keys()
-    unknown = sorted(parameters.keys() - known)
-    if unknown:
-        raise ArgumentError(f"parameters must be the model's own, got unknown names: {', '.join(unknown)}.")
-    return {name: value.to(device) for name, value in parameters.items()}
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module is back in the mode that it had, not in its parent's."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
+    rows = outputs_of(model, batches, device=device, parameters=parameters)
+    return torch.cat([part.double().cpu() for part in rows])
 
 
 def _require_matching(logits: Tensor, labels: Tensor, class_names: tuple[str, ...]) -> None:

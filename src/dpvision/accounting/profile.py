@@ -1,0 +1,86 @@
+"""The whole curve of a run: what its charges prove at every epsilon, and what that leaves to an attacker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpvision.accounting.charges import Charges, check_request, merge
+from dpvision.accounting.pld import gaussian_deltas, pld_deltas, pld_epsilon, shift_without_sampling
+from dpvision.checks import Problems
+from dpvision.mechanism import Adjacency
+
+POINTS = 2048
+_ROUNDING = 1e-9  # of the Gaussian's deltas, relative; the search below stays on the safe side of it
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """Pairs that all hold at once: at ``epsilons[i]`` the charges keep ``deltas[i]``.
+
+    ``most_mu`` is the shift of a Gaussian release that is no better than the charges at any epsilon: their own without
+    sampling.
+    """
+
+    epsilons: NDArray[np.float64]
+    deltas: NDArray[np.float64]
+    most_mu: float
+
+
+@final
+@dataclass(frozen=True)
+class GaussianDP:
+    """A Gaussian release with shift ``mu`` is no more private than the charges, at epsilons up to ``epsilon_up_to``.
+
+    Poisson sampling leaves rare draws in which a unit takes part very often. Far out in the tails they are all that
+    counts, and no mu below that without sampling would hold there: so it is said up to where the statement goes.
+    """
+
+    mu: float
+    epsilon_up_to: float
+
+
+def privacy_profile(charges: Charges, *, delta: float, adjacency: Adjacency = "add_remove") -> Profile:
+    """Pairs from epsilon 0 to the one at which ``delta`` is kept.
+
+    Guarantee: every pair is an upper bound by PLD.
+    """
+    check_request(charges, delta=delta, adjacency=adjacency)
+    last = pld_epsilon(charges, delta=delta, adjacency=adjacency)
+    epsilons = np.linspace(0.0, last, POINTS) if last > 0 else np.zeros(1)
+    deltas = pld_deltas(charges, epsilons=epsilons, delta=delta, adjacency=adjacency)
+    return Profile(epsilons, deltas, shift_without_sampling(merge(charges), adjacency))
+
+
+def gaussian_dp(profile: Profile) -> GaussianDP:
+    """The least mu whose curve of deltas lies above the proved one, from epsilon 0 to the profile's last.
+
+    Guarantee: holds between the profile's points too, because deltas fall as epsilons rise: each delta is compared with
+    that of the Gaussian at the next point.
+    """
+    following = np.append(profile.epsilons[1:], profile.epsilons[-1])
+    low, high = 0.0, profile.most_mu
+    while high - low > 1e-7 * high:
+        middle = (low + high) / 2
+        holds = bool(np.all(gaussian_deltas(middle, following) * (1 - _ROUNDING) >= profile.deltas))
+        low, high = (low, middle) if holds else (middle, high)
+    return GaussianDP(mu=high, epsilon_up_to=float(profile.epsilons[-1]))
+
+
+def true_positive_bound(profile: Profile, *, false_positive_rate: float) -> float:
+    """The most members that any test can recognise while it wrongly accuses ``false_positive_rate`` of the others.
+
+    Guarantee: an upper bound against every attacker: each pair gives one, and the smallest of them holds.
+    """
+    problems = Problems()
+    problems.require(
+        0 <= false_positive_rate <= 1, f"false_positive_rate must lie between 0 and 1, got {false_positive_rate}."
+    )
+    problems.raise_if_any()
+    by_positives = np.exp(np.minimum(profile.epsilons, 700.0)) * false_positive_rate + profile.deltas
+    by_negatives = 1 - np.exp(-profile.epsilons) * (1 - profile.deltas - false_positive_rate)
+    return float(np.clip(np.minimum(by_positives, by_negatives).min(), 0.0, 1.0))

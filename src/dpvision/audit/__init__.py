@@ -1,0 +1,37 @@
+"""Tries to break the guarantee: canaries, membership inference, and a test of the step path itself."""
+
+from __future__ import annotations
+
+from dpvision.audit.canaries import CanaryAudit, audit_with_canaries
+from dpvision.audit.findings import (
+    AUDIT_FILE,
+    attach_audits,
+    canary_document,
+    keep_private,
+    mechanism_document,
+    membership_document,
+)
+from dpvision.audit.mechanism_check import Check, check_mechanism
+from dpvision.audit.membership import MembershipAudit, loss_attack, shadow_attack, sides_of
+from dpvision.audit.subject import Subject, config_of_model, subject_of_config, subject_of_run
+
+__all__ = [
+    "AUDIT_FILE",
+    "CanaryAudit",
+    "Check",
+    "MembershipAudit",
+    "Subject",
+    "attach_audits",
+    "audit_with_canaries",
+    "canary_document",
+    "check_mechanism",
+    "config_of_model",
+    "keep_private",
+    "loss_attack",
+    "mechanism_document",
+    "membership_document",
+    "shadow_attack",
+    "sides_of",
+    "subject_of_config",
+    "subject_of_run",
+]

@@ -1,0 +1,165 @@
+"""Results as documents: figures, what they show, and what they do not. Only the harmless ones may leave the house."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from dpvision import __version__
+from dpvision.accounting import attack_success
+from dpvision.attach import attach
+from dpvision.audit.canaries import CanaryAudit
+from dpvision.audit.mechanism_check import Check
+from dpvision.audit.membership import MembershipAudit
+from dpvision.audit.subject import Subject
+from dpvision.checks import ArgumentError
+from dpvision.mechanism import Guarantee
+from dpvision.rounding import rounded_up
+from dpvision.runfolder import RunFolder, parse_object, read_file
+
+AUDIT_FILE: Final = "audit.json"
+FORMAT: Final = 1
+Document = dict[str, Any]
+
+_MECHANISM_SHOWS = (
+    "The code that takes a step clips, draws, charges and adds noise as the certificate says, on made-up pictures, as "
+    "far as these checks can see."
+)
+_MECHANISM_LIMITS = (
+    "It does not look at the run itself, at what happens outside a step, or at the accounting. A fault that needs "
+    "other inputs than these to show stays unseen."
+)
+_CANARY_LIMITS = (
+    "A bound below the claim proves nothing: weak canaries leave much unseen, and the run that was audited is not the "
+    "run that is released, though both follow the same path. Nothing above the largest refutable epsilon can be found."
+)
+_MEMBERSHIP_LIMITS = (
+    "Other attacks may do better, and whom they find can't be read off an average: a weak attack proves no privacy. "
+    "These figures are functions of private pictures, without noise: don't publish them."
+)
+
+
+def mechanism_document(subject: Subject, checks: Iterable[Check]) -> Document:
+    """The mechanism test: nothing about anybody's pictures."""
+    rows = [asdict(check) for check in checks]
+    return {
+        "kind": "mechanism",
+        "settings": settings_of(subject),
+        "passed": all(row["passed"] for row in rows),
+        "checks": rows,
+        "shows": _MECHANISM_SHOWS,
+        "does_not_show": _MECHANISM_LIMITS,
+    }
+
+
+def canary_document(subject: Subject, audit: CanaryAudit) -> Document:
+    """The canary audit: made-up pictures only, so nothing about anybody's."""
+    bound, estimate = audit.bound, audit.estimate
+    if audit.refuted:
+        shows = (
+            f"The claim of epsilon {rounded_up(audit.epsilon_claimed)} is refuted: with {bound.confidence:.0%} "
+            f"confidence, epsilon is above {bound.epsilon_lower:.3f} at delta {bound.delta:g}."
+        )
+    else:
+        shows = (
+            f"With {bound.confidence:.0%} confidence, epsilon is above {bound.epsilon_lower:.3f}, which the claim of "
+            f"{rounded_up(audit.epsilon_claimed)} allows; up to {bound.largest_refutable:.3f} could have been refuted."
+        )
+    alarm = "more" if audit.suspicious else "no more"
+    claimed = "" if audit.mu_claimed is None else f" (claimed: {audit.mu_claimed:.3f})"
+    return {
+        "kind": f"canaries, {audit.sight} box",
+        "settings": settings_of(subject),
+        "passed": not (audit.refuted or audit.suspicious),
+        "included": audit.included,
+        "epsilon_claimed": audit.epsilon_claimed,
+        "mu_claimed": audit.mu_claimed,
+        "one_run_bound": asdict(bound),
+        "gaussian_estimate": {name: _finite(value) for name, value in asdict(estimate).items()},
+        "shows": shows,
+        "estimate_shows": (
+            f"If scores had a Gaussian trade-off, epsilon would be about {_number(estimate.epsilon)}, and "
+            f"{_number(estimate.epsilon_lower)} or more with {estimate.confidence:.1%} confidence. The scores lie "
+            f"{_number(estimate.mu)} deviations apart{claimed}, {alarm} than the ledger explains. This is an estimate, "
+            "not a bound."
+        ),
+        "does_not_show": _CANARY_LIMITS,
+    }
+
+
+def membership_document(audits: Iterable[MembershipAudit], certificate: Mapping[str, Any]) -> Document:
+    """The attacks on a finished run, beside what its certificate allows. Private."""
+    rows = [audit.to_dict() for audit in audits]
+    return {
+        "kind": "membership inference",
+        "attacks": rows,
+        "most_true_positives": {
+            str(at["false_positive_rate"]): _allowed(certificate, at["false_positive_rate"])
+            for at in rows[0]["at_rates"]
+        },
+        "shows": "How well these attacks tell pictures that were trained on from pictures that were not.",
+        "does_not_show": _MEMBERSHIP_LIMITS,
+    }
+
+
+def settings_of(subject: Subject) -> Document:
+    """What was audited: public settings."""
+    config = subject.config
+    return {
+        "name": subject.name,
+        "model": None if config.model is None else config.model.model_dump(),
+        "mechanism": config.mechanism.to_dict(),
+        "views": config.views.model_dump(),
+        "rows_per_unit": config.data.rows_per_unit,
+        "delta": subject.delta,
+        "data": "made-up pictures",
+    }
+
+
+def attach_audits(run: Path, documents: Iterable[Document]) -> Path:
+    """Put audits into ``release/audit.json``, named by the certificate; an earlier one of the same kind gives way.
+
+    Guarantee: refuses what tells anything about private pictures.
+    """
+    documents = list(documents)
+    private = [document["kind"] for document in documents if "settings" not in document]
+    if private:
+        raise ArgumentError(f"{', '.join(private)}: computed from private pictures, not for release.")
+    path = RunFolder.open(run).release / AUDIT_FILE
+    known: list[Document] = parse_object(read_file(path), name=str(path))["audits"] if path.exists() else []
+    kinds = {document["kind"] for document in documents}
+    audits = [*(document for document in known if document["kind"] not in kinds), *documents]
+    content = {"format": FORMAT, "dpvision": __version__, "audits": audits}
+    with tempfile.TemporaryDirectory(prefix="dpvision-audit-") as folder:
+        file = Path(folder) / AUDIT_FILE
+        file.write_text(json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
+        return attach(run, file)
+
+
+def keep_private(run: Path, document: Document) -> Path:
+    """Write figures that were computed from private pictures into ``private/``, where nobody publishes them."""
+    with RunFolder.open(run) as folder:
+        folder.write_unsafe("membership", document)
+        return folder.private / "unsafe_membership.json"
+
+
+def _allowed(certificate: Mapping[str, Any], rate: float) -> float | None:
+    """The most true positives that the certificate leaves to any attacker; None without privacy."""
+    epsilon, delta = certificate.get("epsilon"), certificate.get("delta")
+    if epsilon is None or delta is None:
+        return None
+    proved = Guarantee(epsilon=epsilon, delta=delta, adjacency="add_remove", accountant="pld")
+    return attack_success(proved, false_positive_rate=rate)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "infinite"

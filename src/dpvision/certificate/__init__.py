@@ -1,0 +1,62 @@
+"""What a release claims about privacy, and what it does not. Every figure comes from the ledger. No torch."""
+
+from __future__ import annotations
+
+from dpvision.certificate.build import Disclosures, ReleaseFacts, build_certificate, with_attachment
+from dpvision.certificate.claims import (
+    ALWAYS_DECLARED,
+    ALWAYS_UNCOVERED,
+    COUNTED_UNITS,
+    HAND_SEEDED,
+    HISTORY,
+    NO_PRIVACY,
+    NOT_FOR_RELEASE,
+    SHOWN_PICTURES,
+    TRAINING_DATA,
+    deployment,
+    differing_facts,
+    history_digest,
+    noted_history,
+    required_declared,
+    required_stamps,
+    required_uncovered,
+)
+from dpvision.certificate.figures import ROW_UNITS, Spent, charged_list, other_units, spent_by, steps_taken
+from dpvision.certificate.layout import FORMAT, Attachment, Certificate, OtherUnit, parse_certificate
+from dpvision.certificate.text import render_certificate_page, render_certificate_text
+
+__all__ = [
+    "ALWAYS_DECLARED",
+    "ALWAYS_UNCOVERED",
+    "COUNTED_UNITS",
+    "FORMAT",
+    "HAND_SEEDED",
+    "HISTORY",
+    "NOT_FOR_RELEASE",
+    "NO_PRIVACY",
+    "ROW_UNITS",
+    "SHOWN_PICTURES",
+    "TRAINING_DATA",
+    "Attachment",
+    "Certificate",
+    "Disclosures",
+    "OtherUnit",
+    "ReleaseFacts",
+    "Spent",
+    "build_certificate",
+    "charged_list",
+    "deployment",
+    "differing_facts",
+    "history_digest",
+    "noted_history",
+    "other_units",
+    "parse_certificate",
+    "render_certificate_page",
+    "render_certificate_text",
+    "required_declared",
+    "required_stamps",
+    "required_uncovered",
+    "spent_by",
+    "steps_taken",
+    "with_attachment",
+]

@@ -1,0 +1,140 @@
+"""What a certificate must say in words, given its ledger. ``verify`` asks for the same words."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from dpvision.certificate.figures import ROW_UNITS, steps_taken
+from dpvision.ledger import TRAINING, Entry, charges_of
+from dpvision.mechanism import Mechanism
+
+NO_PRIVACY = "trained without privacy: no guarantee"
+HAND_SEEDED = "hand-seeded key: whoever knows the seed can subtract the noise; reproducible, not for release"
+NOT_FOR_RELEASE = "not for release"  # a note of the ledger that is a stamp of the certificate
+TRAINING_DATA = "training data"
+SHOWN_PICTURES = "test pictures in the release"  # a declaration without which no picture leaves the house
+HISTORY = "history of the first weights"
+ALWAYS_DECLARED: tuple[tuple[str, str], ...] = (
+    ("num_units, class names and picture shape", "declared public by whoever configured the run"),
+)
+COUNTED_UNITS = "number of units"  # the purpose of a charge: a number that nobody declared, counted with noise
+_DECLARED_BESIDE_A_COUNT = (("class names and picture shape", ALWAYS_DECLARED[0][1]),)
+ALWAYS_UNCOVERED: tuple[str, ...] = (
+    "How hyper-parameters, architecture and clip norm were chosen outside this run.",
+    "Other runs and releases on the same data: each of them composes with this one.",
+    "Timing, memory use and other side channels of the machine that trained.",
+    "Floating-point arithmetic: the proof speaks of real numbers. Noise is drawn and added in finite precision.",
+    "The honesty of the program that wrote the ledger: hashes show later changes, not a lie at the time of writing.",
+    "Whoever can read private/: it holds the key of the noise.",
+)
+_NEIGHBOURS = {
+    "add_remove": "unbounded: one {unit} more or less",
+    "zero_out": "one {unit}'s contribution becomes zero, and the number of them stays",
+    "replace_one": "bounded: one {unit} becomes another",
+}
+_T = TypeVar("_T")
+
+
+def required_stamps(ledger: Sequence[Entry], mechanism: Mechanism | None) -> list[str]:
+    """Reasons against a release that the ledger itself shows."""
+    stamps = [HAND_SEEDED] if ledger[0].payload.get("hand_seeded") else []
+    notes = [e.payload for e in ledger if e.kind == "declare"]
+    stamps += [note["how"] for note in notes if note["what"] == NOT_FOR_RELEASE]
+    if mechanism is None:
+        return [*stamps, NO_PRIVACY]
+    charges = charges_of(ledger)
+    if any(event != mechanism.step_event for event, _ in charges if event.purpose == TRAINING):
+        stamps.append("the mechanism was changed during the run: its parts compose, but the plan followed the data")
+    if steps_taken(charges) > mechanism.steps:
+        stamps.append(f"{steps_taken(charges)} steps were charged, but {mechanism.steps} were planned")
+    return stamps
+
+
+def required_declared(ledger: Sequence[Entry]) -> list[tuple[str, str]]:
+    """What every certificate of this ledger declares."""
+    declared = [e.payload for e in ledger if e.kind == "declare"]
+    notes = [(note["what"], note["how"]) for note in declared if note["what"] != NOT_FOR_RELEASE]
+    forks = [
+        (f"fork {e.payload['fork']} at step {e.payload['step']}", f"{e.payload['reason']}; repeated steps are charged")
+        for e in ledger
+        if e.kind == "fork"
+    ]
+    counted = any(event.purpose == COUNTED_UNITS for event, _ in charges_of(ledger))
+    facts = _DECLARED_BESIDE_A_COUNT if counted else ALWAYS_DECLARED
+    return unique([*facts, *notes, *forks])
+
+
+def required_uncovered(header: Mapping[str, Any]) -> list[str]:
+    """What every certificate under this header says that it does not cover."""
+    found, unit = list(ALWAYS_UNCOVERED), header["privacy_unit"]
+    if unit in ROW_UNITS:
+        most_rows = header.get("most_rows_per_owner")
+        found.append(f"A person who owns several {unit}s: the guarantee protects one {unit} at a time.")
+        if most_rows is not None:
+            found.append(
+                f"One {unit} more or less of an owner who has more than {most_rows}: those beyond are left out, and "
+                "another one may come in or go. Owners as a whole have their figure under other_units."
+            )
+    if header["delta"] is not None and not header["delta"] < 1 / header["num_units"]:
+        found.append(
+            f"Delta {header['delta']:g} is not below 1/{header['num_units']}: a mechanism that publishes one "
+            f"{unit} in full could keep such a guarantee."
+        )
+    return found
+
+
+def deployment(header: Mapping[str, Any]) -> dict[str, str]:
+    """How the guarantee is meant, in the terms of NIST SP 800-226 and of the registry of deployments."""
+    if header["delta"] is None:
+        return {}
+    unit = header["privacy_unit"]
+    return {
+        "flavour": "approximate differential privacy: (epsilon, delta)",
+        "neighbours": _NEIGHBOURS[header["adjacency"]].format(unit=unit),
+        "trust_model": "central: a trusted curator holds the pictures in the clear, trains, and adds the noise",
+        "release_type": "static: one model and the files beside it; the weights after every step are covered too",
+        "mechanism": "Gaussian noise on the sum of clipped gradients, once a step (DP-SGD)",
+        "sampling": f"Poisson: each {unit} joins each step with the same probability, independently, in secret",
+        "accounting": "all charges of this run's ledger, by privacy loss distributions, and by RDP beside them",
+        "composition": "other runs and releases on the same data are not counted",
+        "post_processing": "division by a public constant, optimizer, schedule and averaging see noisy sums alone",
+        "parameters": "epsilon and delta are upper bounds that dpvision verify recomputes from the ledger",
+        "noise_source": (
+            "a hand-seeded key"
+            if header.get("hand_seeded")
+            else "AES-256 in counter mode under a secret from the operating system; float64, on a public grid"
+        ),
+        "access": "private/ stays with the curator: whoever has it can subtract the noise",
+        "utility": "figures in metrics.json are measured on data declared public, without noise",
+    }
+
+
+def history_digest(transfer: object) -> str | None:
+    """SHA-256 of what a released configuration says of the first weights and all before them; None if nothing."""
+    if transfer is None:
+        return None
+    return hashlib.sha256(json.dumps(transfer, sort_keys=True).encode()).hexdigest()
+
+
+def noted_history(ledger: Iterable[Entry]) -> str | None:
+    """The same as the ledger has it: the last note counts, since a fork may bring other weights."""
+    notes = [e.payload["how"] for e in ledger if e.kind == "declare" and e.payload["what"] == HISTORY]
+    return notes[-1].removeprefix("SHA-256 ") if notes else None
+
+
+def differing_facts(header: Mapping[str, Any], mechanism: Mechanism) -> list[str]:
+    """Names of the mechanism's facts that are not those under which the ledger was opened.
+
+    A header need not name every fact. One without a style of clipping is of a time when there was but one.
+    """
+    opened_for = {"clipping": "flat", "unit_norm": False, **header}
+    names = ("num_units", "privacy_unit", "adjacency", "clip_norm", "clipping", "unit_norm")
+    return [name for name in names if name in opened_for and opened_for[name] != getattr(mechanism, name)]
+
+
+def unique(items: Sequence[_T]) -> list[_T]:
+    """Each item once, in the order of first appearance."""
+    return list(dict.fromkeys(items))

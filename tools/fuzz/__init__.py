@@ -1,0 +1,1 @@
+"""Hostile input, thousands of times: ``python -m tools.fuzz``."""

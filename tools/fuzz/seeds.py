@@ -1,0 +1,171 @@
+"""Good input to begin with: small files of every kind that is read, and one finished run."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import pickle
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import nibabel
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import save
+
+from dpvision.config import parse_config
+from dpvision.training import train
+
+ROWS, SIDE = 12, 8
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Seeds:
+    """Bytes by kind, the configuration of a run as plain values, and the folder of that run."""
+
+    pictures: Mapping[str, bytes]
+    idx: Mapping[str, bytes]
+    cifar: Mapping[str, bytes]
+    pickled: bytes
+    npz: bytes
+    volume: bytes
+    weights: Mapping[str, bytes]
+    config: dict[str, Any]
+    run: Path
+    data: Path
+
+
+def make_seeds(folder: Path) -> Seeds:
+    """Everything, made anew in ``folder``."""
+    generator = np.random.default_rng(0)
+    labels = np.arange(ROWS) % 3
+    images = generator.integers(0, 256, (ROWS, SIDE, SIDE), dtype=np.uint8)
+    arrays = {"x_train": images, "y_train": labels, "x_test": images, "y_test": labels, "owner": labels.astype("U4")}
+    data = folder / "data.npz"
+    np.savez(data, **arrays, class_names=np.array(["a", "b", "c"]))  # pyright: ignore[reportArgumentType]
+    config = _config(data)
+    run = folder / "run"
+    train(parse_config(config), run=run, seed=1)
+    batch = {b"data": generator.integers(0, 256, (4, 3072), dtype=np.uint8), b"labels": [0, 1, 2, 3]}
+    pickled = pickle.dumps(batch, protocol=2)
+    return Seeds(
+        pictures=_pictures(),
+        idx=_idx(images, labels),
+        cifar=_cifar(generator, pickled),
+        pickled=pickled,
+        npz=data.read_bytes(),
+        volume=_volume(),
+        weights=_weights(),
+        config=config,
+        run=run,
+        data=data,
+    )
+
+
+def _config(source: Path) -> dict[str, Any]:
+    privacy = {"noise_multiplier": 2.0, "delta": 1e-3, "num_units": ROWS, "expected_batch_size": 4.0, "steps": 2}
+    return {
+        "name": "fuzz",
+        "data": {"source": str(source)},
+        "model": {"name": "linear", "options": {"image_size": SIDE}},
+        "privacy": {**privacy, "clip_norm": 1.0},
+        "optimizer": {"name": "sgd", "learning_rate": 0.5, "momentum": 0.5},
+        "views": {"count": 1, "flip": 0.5},
+        "evaluations": 1,
+        "checkpoint_every": 1,
+    }
+
+
+def _pictures() -> dict[str, bytes]:
+    generator = np.random.default_rng(1)
+    colour = Image.fromarray(generator.integers(0, 256, (9, 11, 3), dtype=np.uint8))
+    grey = colour.convert("L")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = _encoded(colour, "JPEG", exif=exif.tobytes())
+    return {
+        "a.png": _encoded(colour, "PNG"),
+        "grey.png": _encoded(grey, "PNG"),
+        "alpha.png": _encoded(colour.convert("RGBA"), "PNG"),
+        "palette.png": _encoded(colour.convert("P"), "PNG", transparency=3),
+        "deep.png": _encoded(Image.fromarray(np.full((9, 9), 40_000, np.uint16)), "PNG"),
+        "bits.png": _encoded(grey.convert("1"), "PNG"),
+        "animated.png": _encoded(colour, "PNG", save_all=True, append_images=[colour.rotate(90)]),
+        "a.jpg": turned,
+        "cmyk.jpg": _encoded(colour.convert("CMYK"), "JPEG"),
+        "a.bmp": _encoded(colour, "BMP"),
+        "a.tif": _encoded(colour, "TIFF"),
+        "packed.tif": _encoded(colour, "TIFF", compression="tiff_deflate"),
+        "cmyk.tif": _encoded(colour.convert("CMYK"), "TIFF"),
+        "float.tif": _encoded(Image.fromarray(np.ones((5, 5), np.float32)), "TIFF"),
+        "pages.tif": _encoded(colour, "TIFF", save_all=True, append_images=[colour]),
+        "a.webp": _encoded(colour, "WEBP", lossless=True),
+        "moving.webp": _encoded(colour, "WEBP", save_all=True, append_images=[colour.rotate(90)]),
+        "gif.png": _encoded(colour, "GIF"),
+    }
+
+
+def _encoded(picture: Image.Image, kind: str, **options: Any) -> bytes:
+    held = io.BytesIO()
+    picture.save(held, kind, **options)
+    return held.getvalue()
+
+
+def _volume() -> bytes:
+    voxels = np.random.default_rng(2).integers(-900, 900, (6, 5, 4)).astype(np.int16)
+    return nibabel.Nifti1Image(voxels, np.eye(4)).to_bytes()
+
+
+def _idx(images: np.ndarray, labels: np.ndarray) -> dict[str, bytes]:
+    pixels = bytes((0, 0, 8, 3)) + np.array(images.shape, ">u4").tobytes() + images.tobytes()
+    answers = bytes((0, 0, 8, 1)) + np.array(labels.shape, ">u4").tobytes() + labels.astype(np.uint8).tobytes()
+    return {
+        "train-images-idx3-ubyte": pixels,
+        "train-labels-idx1-ubyte": answers,
+        "t10k-images-idx3-ubyte.gz": gzip.compress(pixels),
+        "t10k-labels-idx1-ubyte.gz": gzip.compress(answers),
+    }
+
+
+def _cifar(generator: np.random.Generator, pickled: bytes) -> dict[str, bytes]:
+    """The files of both versions, and both as archives."""
+    binary = {f"data_batch_{n}.bin": generator.bytes(3072 * 2) for n in range(1, 6)}
+    binary = {name: b"\x01" + rows[:3072] + b"\x02" + rows[3072:] for name, rows in binary.items()}
+    binary |= {
+        "test_batch.bin": b"\x03" + generator.bytes(3072),
+        "batches.meta.txt": b"\n".join(b"abcdefghij"[i : i + 1] for i in range(10)),
+    }
+    plain = {f"data_batch_{n}": pickled for n in range(1, 6)} | {"test_batch": pickled}
+    plain["batches.meta"] = pickle.dumps({"label_names": list("abcdefghij")}, protocol=2)
+    archives = {"binary.tar": tarred(binary), "python.tar.gz": gzip.compress(tarred(plain))}
+    return binary | plain | archives
+
+
+def tarred(files: Mapping[str, bytes]) -> bytes:
+    """Files in a folder of a tar archive."""
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"cifar/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return held.getvalue()
+
+
+def _weights() -> dict[str, bytes]:
+    tensors = {"stem.weight": torch.ones(3, 2), "head.weight": torch.zeros(4), "head.bias": torch.zeros(4)}
+    state, old, arrays = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    torch.save({"state_dict": tensors}, state)
+    torch.save(tensors, old, _use_new_zipfile_serialization=False)
+    np.savez(arrays, **{name: value.numpy() for name, value in tensors.items()})  # pyright: ignore[reportArgumentType]
+    return {
+        "w.safetensors": save(tensors, {"format": "pt"}),
+        "w.pth": state.getvalue(),
+        "old.pt": old.getvalue(),
+        "w.npz": arrays.getvalue(),
+    }

@@ -1,0 +1,77 @@
+"""Breakages of the audit: each makes it claim too much, or overlook what it should find."""
+
+from __future__ import annotations
+
+from tools.mutations.mutation import Mutation, mutations
+
+AUDIT: tuple[Mutation, ...] = (
+    *mutations(
+        "test_audit_bounds",
+        "audit/one_run.py",
+        ("half of the delta term", "tail + 2 * canaries * delta * lifted", "tail + canaries * delta * lifted"),
+        ("picking the best costs nothing", "each = 1 - (1 - confidence) / len(sides)", "each = confidence"),
+        ("ten times the error allowed", "return p < 1 - confidence", "return p < 10 * (1 - confidence)"),
+    ),
+    *mutations(
+        "test_audit_bounds",
+        "audit/gaussian.py",
+        (
+            "the error of the means is forgotten",
+            "of_means = (variances[0] / len(inside) + variances[1] / len(outside)) / pooled",
+            "of_means = 0.0",
+        ),
+    ),
+    *mutations(
+        "test_audit_bounds",
+        "audit/attack.py",
+        ("ties are accused", "(members > threshold)", "(members >= threshold)"),
+    ),
+    *mutations(
+        "test_audit_bounds",
+        "audit/membership.py",
+        ("the likelihood ratio upside down", "return logs[0] - logs[1]", "return logs[1] - logs[0]"),
+    ),
+    *mutations(
+        "test_audit_bounds",
+        "audit/mechanism_check.py",
+        (
+            "noise is looked at over all parameters together only",
+            'tried = {"all parameters": together, **residuals}',
+            'tried = {"all parameters": together}',
+        ),
+    ),
+    *mutations(
+        "test_audit_canaries",
+        "audit/canaries.py",
+        ("canaries share their clip with the network", "_STEEP: Final = 1e6", "_STEEP: Final = 1.0"),
+        ("a canary's weight changes losses", "steep_NM - steep_NM.detach() + _NEVER", "steep_NM + _NEVER"),
+    ),
+    *mutations(
+        "test_audit_canaries",
+        "audit/sessions.py",
+        (
+            "an audit run is not stamped",
+            '            ledger.note("declare", {"what": NOT_FOR_RELEASE, "how": AUDIT_STAMP})\n',
+            "",
+        ),
+    ),
+    *mutations(
+        "test_audit_canaries",
+        "audit/mechanism_check.py",
+        (
+            "a clip that nobody reaches is not lowered",
+            "        clip_norm *= max(*moved, 1e-3) / 4\n",
+            "        pass\n",
+        ),
+        (
+            "gross moves pass",
+            "passed = reached <= largest <= 1 + SENSITIVITY_SLACK and same_bill",
+            "passed = (largest <= 1 + SENSITIVITY_SLACK or largest > 5) and same_bill",
+        ),
+    ),
+    *mutations(
+        "test_audit_membership",
+        "audit/findings.py",
+        ("attack figures may be attached", "    if private:\n", "    if False:\n"),
+    ),
+)

@@ -1,0 +1,64 @@
+"""Breakages of counts, of what is written when, and of the keys of the noise."""
+
+from __future__ import annotations
+
+from tools.mutations.mutation import mutations
+
+FAULTS = (
+    *mutations(
+        "test_rounding",
+        "rounding.py",
+        ("epsilon is rounded to the nearest", "ROUND_CEILING)", "ROUND_HALF_EVEN)"),
+    ),
+    *mutations(
+        "test_neighbours",
+        "training/counting.py",
+        ("units are counted without noise", "+ noise * float(normal)", "+ 0 * float(normal)"),
+        ("units are counted with less noise", "+ noise * float(normal)", "+ 0.9 * noise * float(normal)"),
+        (
+            "counting costs nothing",
+            "return ((Event(sample_rate=1.0, noise_multiplier=noise, purpose=COUNT), 1),)",
+            "return ()",
+        ),
+    ),
+    *mutations(
+        "test_neighbours",
+        "training/start.py",
+        ("a count is never charged", "header, charges=counted)", "header)"),
+    ),
+    *mutations(
+        "test_neighbours",
+        "ledger.py",
+        ("first charges are left out", "for event in charges]", "for event in ()]"),
+    ),
+    *mutations(
+        "test_faults",
+        "runfolder/folder.py",
+        (
+            "a run without its release is no run",
+            'if any(folder.checkpoints.glob("*.safetensors")):',
+            "if False:",
+        ),
+    ),
+    *mutations(
+        "test_tamper",
+        "verify/files.py",
+        ("a manifest in another order", "rewritten(dict(sorted(hashes.items())))", "rewritten(hashes)"),
+    ),
+    *mutations(
+        "test_noise_strength",
+        "keys.py",
+        ("forks share their noise", '"dpvision/1", self.context, stream,', '"dpvision/1", stream,'),
+        ("steps share their noise", "*map(str, index))", "*map(str, index[1:]))"),
+        ("a byte of the secret is not used", "hmac.new(self.secret, message", "hmac.new(self.secret[:31], message"),
+    ),
+    *mutations(
+        "test_noise_strength",
+        "noise.py",
+        (
+            "noise is one per cent too small",
+            "noise_stddev=mechanism.noise_multiplier * sensitivity)",
+            "noise_stddev=0.99 * mechanism.noise_multiplier * sensitivity)",
+        ),
+    ),
+)

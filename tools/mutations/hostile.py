@@ -1,0 +1,48 @@
+"""Breakages of what stands between hostile files and the machine."""
+
+from __future__ import annotations
+
+from tools.mutations.mutation import mutations
+
+HOSTILE = (
+    *mutations(
+        "test_hostile",
+        "data/limits.py",
+        ("a device is read", "if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):", "if False:"),
+    ),
+    *mutations(
+        "test_hostile",
+        "data/npy.py",
+        ("arrays of nothing", "dtype.itemsize == 0 or ", ""),
+    ),
+    *mutations(
+        "test_hostile",
+        "data/cifar.py",
+        ("an archive unpacks without end", "if self._left < 0:", "if False:"),
+    ),
+    *mutations(
+        "test_hostile",
+        "data/pickled.py",
+        ("texts are copied without end", "if self._spare < 0:", "if False:"),
+    ),
+    *mutations(
+        "test_hostile",
+        "config.py",
+        ("a name leads out of the folder", 'pattern=r"^[^/\\\\\\x00]{1,200}$"', "min_length=1"),
+    ),
+    *mutations(
+        "test_hostile",
+        "runfolder/folder.py",
+        ("the lock is a link", " | os.O_NOFOLLOW | os.O_NONBLOCK", " | os.O_NONBLOCK"),
+        ("a part of the run lies elsewhere", "if folder.is_symlink():", "if False:"),
+    ),
+    *mutations(
+        "test_hostile",
+        "ledger.py",
+        (
+            "the ledger is a link",
+            "path.is_symlink() or (path.exists() and not path.is_file())",
+            "path.exists() and not path.is_file()",
+        ),
+    ),
+)

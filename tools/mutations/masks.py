@@ -1,0 +1,165 @@
+"""Breakages of pictures with masks, of volumes, and of who owns a slice."""
+
+from __future__ import annotations
+
+from tools.mutations.mutation import mutations
+
+_LABELS = "make_views(labels[:, None], self.views, words_NKJ, classes=True)"
+
+MASKS = (
+    *mutations(
+        "test_draws_masks",
+        "data/draws.py",
+        ("a turned mask gets classes that nobody drew", "words_NKJ, classes=True)", "words_NKJ, classes=False)"),
+        (
+            "masks stay where their pictures move",
+            _LABELS,
+            "labels[:, None].repeat_interleave(self.views.count, dim=0)",
+        ),
+    ),
+    *mutations(
+        "test_draws_masks",
+        "data/views.py",
+        ("classes are mixed", "outside=outside, nearest=classes)", "outside=outside, nearest=False)"),
+    ),
+    *mutations(
+        "test_data_masks",
+        "data/store.py",
+        (
+            "a patient is split between training and test",
+            "names = self.row_names if self.owners is None else self.owners",
+            "names = self.row_names",
+        ),
+        (
+            "chosen rows become units of their own",
+            "dense_units(self.unit_of_row.numpy()[chosen])",
+            "torch.arange(len(chosen))",
+        ),
+    ),
+    *mutations(
+        "test_data_nifti",
+        "data/options.py",
+        (
+            "slices are units though patients are known",
+            'return owners is not None and self.units != "rows"',
+            'return owners is not None and self.units == "owners"',
+        ),
+    ),
+    *mutations(
+        "test_data_nifti",
+        "data/units.py",
+        (
+            "known owners protect nobody",
+            "return dense_units(owners) if owners is not None and by_owner else torch.arange(rows)",
+            "return torch.arange(rows)",
+        ),
+    ),
+    *mutations(
+        "test_data_masks_npz",
+        "data/npz.py",
+        (
+            "owners of an archive protect nobody",
+            "unit_names=texts, rows_are_units=by_row",
+            "unit_names=texts, rows_are_units=True",
+        ),
+    ),
+    *mutations(
+        "test_data_nifti",
+        "data/pairs.py",
+        (
+            "a slice is scaled by its neighbours",
+            "not options.public and not options.owners_are_units(found)",
+            'not options.public and options.units == "owners"',
+        ),
+    ),
+    *mutations(
+        "test_data_nifti",
+        "data/nifti.py",
+        ("a header promises more than there is", "if math.prod(shape) > MAX_VOXELS:", "if False:"),
+        ("a mask of another shape", "if shape != mask.voxels.shape:", "if False:"),
+        ("a mask from another place", "if apart > voxel / 2:", "if False:"),
+    ),
+    *mutations(
+        "test_data_masks",
+        "data/units.py",
+        ("an owner that nobody knows", "if missing and not options.public:", "if False:"),
+    ),
+    *mutations(
+        "test_losses",
+        "losses.py",
+        (
+            "Dice mixes the rows of a batch",
+            "total_NF = p_NFHW.sum((2, 3)) + t_NFHW.sum((2, 3))",
+            "total_NF = (p_NFHW.sum((2, 3)) + t_NFHW.sum((2, 3))).mean(0, keepdim=True)",
+        ),
+        ("an empty mask divides by nothing", "SMOOTHING = 1.0", "SMOOTHING = 0.0"),
+        (
+            "outputs of another shape are broadcast",
+            "        _require_maps(outputs, targets, self.maps)\n",
+            "",
+        ),
+    ),
+    *mutations(
+        "test_losses",
+        "grads/preflight.py",
+        ("batch Dice is refused without a reason", "    if place == LOSS:\n", "    if place == LOSS and False:\n"),
+    ),
+    *mutations(
+        "test_evaluate_masks",
+        "evaluate/masks.py",
+        ("names of held-out patients are released", "    if name_patients:\n", "    if name_patients or True:\n"),
+    ),
+    *mutations(
+        "test_segmentation",
+        "training/units.py",
+        ("an owner gives one row too many", "place < most", "place <= most"),
+        ("an owner's rows depend on others", "np.arange(len(order)) - first", "np.arange(len(order))"),
+        (
+            "patients are not the unit though they are known",
+            'grouped = store.owners is not None and data.units != "rows"',
+            'grouped = store.owners is not None and data.units == "owners"',
+        ),
+    ),
+    *mutations(
+        "test_segmentation",
+        "training/prepare.py",
+        (
+            "rows of an owner are not limited",
+            "Pictures(limited_rows(train, config), test",
+            "Pictures(train, test",
+        ),
+    ),
+    *mutations(
+        "test_report_masks",
+        "training/examples.py",
+        ("pictures that nobody called public are shown", " and config.data.test is not None", ""),
+        ("held-out pictures are shown", " or session.pictures.held_out", ""),
+    ),
+    *mutations(
+        "test_report_masks",
+        "report/facts.py",
+        (
+            "undeclared pictures are shown",
+            "_examples(run) if pictures_are_public(checked) else ()",
+            "_examples(run)",
+        ),
+    ),
+    *mutations(
+        "test_predict_masks",
+        "training/prepare.py",
+        (
+            "private pictures are their own public test",
+            "if same and data.source not in known_sources() and not has_one:",
+            "if False and same:",
+        ),
+    ),
+    *mutations(
+        "test_predict_masks",
+        "training/predicted.py",
+        (
+            "masks are written anywhere",
+            "if not job.path.parent.resolve().is_relative_to(folder.resolve()):",
+            "if False:",
+        ),
+    ),
+)
