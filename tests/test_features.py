@@ -38,8 +38,8 @@ from dpvision.training.loop import take_step
 from dpvision.training.phases import Phase, phases_of
 from dpvision.training.prepare import load_pictures
 from dpvision.training.start import begin
-from dpvision.training.watch import Silence
 from dpvision.verify import verify
+from power_cut import cut_off
 from tiny_runs import CLASSES, SIDE, made_up_pictures, tiny_config, write_pictures
 
 NORMALISATION = fixed_normalisation(1)
@@ -61,20 +61,6 @@ def weights_of(run: Path) -> bytes:
 
 def rows_of(images: np.ndarray) -> Tensor:
     return NORMALISATION.apply(torch.from_numpy(images))
-
-
-class PowerCut(Silence):
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
-        if done == self.after:
-            raise ConnectionAbortedError
-
-
-def cut_off(run: Path, config: RunConfig, *, after: int) -> None:
-    with pytest.raises(ConnectionAbortedError):
-        train(config, run=run, seed=3, watcher=PowerCut(after))
 
 
 # ---- cutting a model in two

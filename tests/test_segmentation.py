@@ -28,8 +28,8 @@ from dpvision.training.prepare import load_pictures
 from dpvision.training.proposals import Facts, fill_open_settings
 from dpvision.training.start import begin
 from dpvision.training.units import limited_rows, name_units
-from dpvision.training.watch import Silence
 from dpvision.verify import verify
+from power_cut import cut_off
 from tiny_masks import SIDE, discs, tiny_mask_config, write_discs
 
 NAMES = ("background", "foreground")
@@ -38,17 +38,6 @@ NAMES = ("background", "foreground")
 @pytest.fixture
 def slices(tmp_path: Path) -> Path:
     return write_discs(tmp_path / "slices.npz")
-
-
-class StopAfter(Silence):
-    """A power cut after so many steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
-        if done == self.steps:
-            raise ConnectionAbortedError
 
 
 def released(run: Path, name: str) -> bytes:
@@ -61,8 +50,7 @@ def released(run: Path, name: str) -> bytes:
 def test_a_private_run_over_patients_trains_resumes_bit_for_bit_and_verifies(tmp_path: Path, slices: Path) -> None:
     config = tiny_mask_config(slices)
     whole = train(config, run=tmp_path / "whole", seed=3)
-    with pytest.raises(ConnectionAbortedError):
-        train(config, run=tmp_path / "cut", seed=3, watcher=StopAfter(3))
+    cut_off(tmp_path / "cut", config, after=3)
     assert resume(tmp_path / "cut").outcome == "finished"
     assert released(tmp_path / "cut", "weights.safetensors") == released(tmp_path / "whole", "weights.safetensors")
     assert released(tmp_path / "cut", "ledger.jsonl") == released(tmp_path / "whole", "ledger.jsonl")

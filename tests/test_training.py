@@ -16,14 +16,15 @@ from dpvision.checks import ArgumentError, DPVisionError, PrivacyError
 from dpvision.keys import Keys
 from dpvision.ledger import charges_of, read_ledger
 from dpvision.mechanism import Mechanism
+from dpvision.report import write_report
 from dpvision.training import resume, train
 from dpvision.training.binding import bound_keys
 from dpvision.training.budget import BudgetSpent
 from dpvision.training.loop import take_step
 from dpvision.training.release import write_release
 from dpvision.training.start import begin, come_back
-from dpvision.training.watch import Silence
 from dpvision.verify import verify
+from power_cut import cut_off
 from tiny_runs import SIDE, made_up_pictures, tiny_config, write_pictures
 
 
@@ -42,22 +43,6 @@ def weights_of(run: Path) -> bytes:
 
 def training_charges(run: Path) -> int:
     return sum(count for _, count in charges_of(read_ledger(run / "release" / "ledger.jsonl")))
-
-
-class StopAfter(Silence):
-    """A power cut after so many steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
-        if done == self.steps:
-            raise ConnectionAbortedError
-
-
-def cut_off(run: Path, config: Any, *, after: int) -> None:
-    with pytest.raises(ConnectionAbortedError):
-        train(config, run=run, seed=3, watcher=StopAfter(after))
 
 
 def test_the_certificate_of_a_run_is_what_the_accountant_says_of_its_mechanism(tmp_path: Path, pictures: Path) -> None:
@@ -473,3 +458,13 @@ def test_feature_constants_are_declared_and_never_those_of_the_private_pictures(
     result = train(tiny_config(other, **changes), run=tmp_path / "run", seed=1)
     declared = {item["what"]: item["how"] for item in result.certificate["declared"]}
     assert declared["feature constants"] == "computed from cifar100, which is declared public"
+
+
+def test_figures_of_raw_weights_stand_beside_those_of_averaged_ones(tmp_path: Path, pictures: Path) -> None:
+    averaged = train(tiny_config(pictures), run=tmp_path / "averaged", seed=3)
+    raw = train(tiny_config(pictures, averaging={"kind": "none", "decay": None}), run=tmp_path / "raw", seed=3)
+    assert averaged.metrics["final"]["weights"] == "averaged"
+    # The same steps lead to both: averaging is done beside them.
+    assert averaged.figures()["raw_weights"]["accuracy"] == raw.figures()["accuracy"]
+    assert "raw_weights" not in raw.figures()
+    assert write_report(tmp_path / "averaged").is_file()

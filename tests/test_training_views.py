@@ -19,8 +19,8 @@ from dpvision.flow import Batch, Microbatch
 from dpvision.training import resume, train
 from dpvision.training.loop import measure, take_step
 from dpvision.training.start import begin
-from dpvision.training.watch import Silence
 from dpvision.verify import verify
+from power_cut import cut_off
 from test_replay import EXTRA_PICTURES, released_files, run_frozen
 from tiny_runs import tiny_config, write_pictures
 
@@ -32,17 +32,6 @@ def pictures(tmp_path: Path) -> Path:
     return write_pictures(tmp_path / "pictures.npz")
 
 
-class StopAfter(Silence):
-    """A power cut after so many steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
-        if done == self.steps:
-            raise ConnectionAbortedError
-
-
 def with_views(pictures: Path, **changes: Any) -> Any:
     config = tiny_config(pictures, **changes)
     return config.model_copy(update={"views": config.views.model_copy(update=VIEWS)})
@@ -50,11 +39,6 @@ def with_views(pictures: Path, **changes: Any) -> Any:
 
 def weights_of(run: Path) -> bytes:
     return (run / "release" / "weights.safetensors").read_bytes()
-
-
-def cut_off(run: Path, config: Any, *, after: int) -> None:
-    with pytest.raises(ConnectionAbortedError):
-        train(config, run=run, seed=3, watcher=StopAfter(after))
 
 
 def test_an_interrupted_run_with_views_equals_an_uninterrupted_one(tmp_path: Path, pictures: Path) -> None:

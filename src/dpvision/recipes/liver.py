@@ -43,7 +43,7 @@ def whole_set(**settings: Any) -> DataConfig:
 
 def small_set(**settings: Any) -> DataConfig:
     """Slices that show liver, of 33 patients, split once and for all. Its test part is public, pictures and all."""
-    return DataConfig(source=SMALL, test=SMALL, unit_column="volume", channels=1, **{"image_size": 64, **settings})
+    return DataConfig(source=SMALL, test=SMALL, unit_column="volume", channels=1, **{"image_size": 32, **settings})
 
 
 def make_split(*, data_dir: Path | None = None) -> Path:

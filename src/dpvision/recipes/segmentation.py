@@ -38,8 +38,8 @@ _DIFFERS: Final = (
 )
 _HEAD: Final = "free scores at the end (head=conv) instead of norm and Mish"
 _ENDS: Final = f"{_HEAD}, Dice and cross-entropy"
-_REDUCTION: Final = f"1,699 slices of 26 patients at 64 px, width 8, {_ENDS}, batch 256, 60 steps"
-_PATIENT_REDUCTION: Final = f"26 patients in every step with up to 4 random slices, 32 px, width 2, {_ENDS}, 60 steps"
+_REDUCTION: Final = f"1,699 slices of 26 patients at 32 px, width 8, {_ENDS}, batch 256, 200 steps"
+_PATIENT_REDUCTION: Final = f"26 patients in every step with up to 4 random slices, 32 px, width 4, {_ENDS}, 150 steps"
 
 
 @final
@@ -83,13 +83,18 @@ class Setting:
 
     def cpu(self) -> RunConfig:
         """The run for two cores."""
-        plan: dict[str, Any] = {"num_units": liver.SMALL_SLICES, "expected_batch_size": 256, "steps": 60, "delta": 1e-5}
-        data, width, rate = liver.small_set(units="rows"), 8, 2e-3
+        plan: dict[str, Any] = {
+            "num_units": liver.SMALL_SLICES,
+            "expected_batch_size": 256,
+            "steps": 200,
+            "delta": 1e-5,
+        }
+        data, width, rate = liver.small_set(units="rows"), 8, 4e-3
         if self.patients:
             # With 26 units the noise of every weight counts: few weights, all patients in every step, a large rate.
             batch = liver.SMALL_PATIENTS
-            plan = {"num_units": batch, "expected_batch_size": batch, "steps": 60, "delta": 1e-3}
-            data, width, rate = liver.small_set(units="owners", rows_per_unit=4, image_size=32), 2, 2e-2
+            plan = {"num_units": batch, "expected_batch_size": batch, "steps": 150, "delta": 1e-3}
+            data, width, rate = liver.small_set(units="owners", rows_per_unit=4), 4, 1e-2
         return changed(
             self.config(),
             name=f"{self.name}-cpu",

@@ -106,16 +106,17 @@ def spent_at_most(session: Session, due: list[int]) -> float | None:
     return session.meter.spent(coming + session.recharged_steps).epsilon
 
 
-def measure(session: Session) -> Metrics | MaskMetrics:
-    """The figures of the present weights on the public test split."""
+def measure(session: Session, *, averaged: bool = True) -> Metrics | MaskMetrics:
+    """The figures of the present weights on the public test split: of averaged ones, if there are any and asked for."""
     require_finite(session)
+    parameters = session.optimizer.averaged_parameters() if averaged else None
     if session.config.task == "segmentation":
         return evaluate_masks(
             session.model,
             session.pictures.test,
             session.normalisation,
             loss=session.loss,
-            parameters=session.optimizer.averaged_parameters(),
+            parameters=parameters,
             device=session.device,
             name_patients=not session.pictures.held_out,
         )
@@ -124,14 +125,14 @@ def measure(session: Session) -> Metrics | MaskMetrics:
             session.phase.network,
             session.features.test.values_NWF[:, 0],
             session.pictures.test,
-            parameters=session.optimizer.averaged_parameters(),
+            parameters=parameters,
             device=session.device,
         )
     return evaluate(
         session.model,
         session.pictures.test,
         session.normalisation,
-        parameters=session.optimizer.averaged_parameters(),
+        parameters=parameters,
         device=session.device,
     )
 
@@ -141,6 +142,8 @@ def evaluate_now(session: Session, watcher: Watcher) -> None:
     metrics = measure(session)
     spent = None if session.meter is None else session.meter.spent(session.step + session.recharged_steps).epsilon
     point = {"step": session.step, "epsilon": spent, **metrics.headline(), "loss": metrics.loss}
+    if session.step == session.total_steps and session.optimizer.averaged_parameters() is not None:
+        point["raw"] = measure(session, averaged=False).headline()  # what averaging was worth
     session.curve.append(point)
     session.final = metrics
     session.optimizer.report_public_metric(metrics.loss)

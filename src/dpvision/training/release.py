@@ -20,7 +20,17 @@ from dpvision.training.examples import example_file
 from dpvision.training.loop import Outcome
 from dpvision.training.session import Session
 
-_FIRST_FIGURES = ("accuracy", "top5", "dice", "iou", "dice_per_patient", "iou_per_patient", "baseline_dice", "loss")
+_FIRST_FIGURES = (
+    "accuracy",
+    "top5",
+    "dice",
+    "iou",
+    "dice_per_patient",
+    "iou_per_patient",
+    "baseline_dice",
+    "loss",
+    "raw_weights",
+)
 
 
 @final
@@ -111,6 +121,8 @@ def metrics_of(session: Session) -> dict[str, Any]:
     """The figures on the public test split."""
     averaged = session.optimizer.averaged_parameters() is not None
     final_metrics = {} if session.final is None else session.final.to_dict()
+    last = session.curve[-1] if session.curve else {}
+    raw = {"raw_weights": last["raw"]} if last.get("step") == session.step and "raw" in last else {}
     return {
         "task": session.config.task,
         "curve": session.curve,
@@ -118,5 +130,6 @@ def metrics_of(session: Session) -> dict[str, Any]:
             **final_metrics,
             "evaluated_on": f"{session.pictures.test.name}, declared public",
             "weights": "averaged" if averaged else "raw",
+            **raw,
         },
     }
