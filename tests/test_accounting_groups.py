@@ -104,3 +104,8 @@ def test_a_changed_slice_of_a_patient_costs_what_replacing_the_patient_costs() -
     # Going by way of the patient's absence gives delta(2e) <= delta(e) + exp(e) delta(e): never better.
     two_steps = guarantee(setting, delta=DELTA / (1 + math.exp(row.epsilon / 2))).epsilon * 2
     assert row.epsilon <= two_steps
+
+
+def test_no_epsilon_is_negative_even_where_delta_is_absurd() -> None:
+    charges: Charges = ((Event(sample_rate=0.01, noise_multiplier=5.0, purpose="training step"), 10),)
+    assert owner_guarantee(charges, most_rows=3, delta=0.9, adjacency="add_remove", owner="patient").epsilon >= 0

@@ -26,6 +26,7 @@ from dpvision.certificate import (
     Disclosures,
     ReleaseFacts,
     build_certificate,
+    differing_facts,
     parse_certificate,
     render_certificate_page,
     render_certificate_text,
@@ -336,3 +337,13 @@ def test_a_certificate_with_wrong_fields_is_refused_with_all_of_them_named(tmp_p
     for value in (None, [], "x", 3):
         with pytest.raises(ArgumentError):
             parse_certificate(value)
+
+
+@pytest.mark.parametrize("fact", ["steps", "expected_batch_size", "noise_multiplier"])
+def test_a_plan_that_is_not_the_ledgers_is_named(fact: str) -> None:
+    mechanism = Mechanism(
+        num_units=1000, expected_batch_size=100.0, clip_norm=1.0, noise_multiplier=1.1, steps=10, privacy_unit="example"
+    )
+    header = mechanism.to_dict()
+    assert differing_facts(header, mechanism) == []
+    assert differing_facts({**header, fact: 2 * header[fact]}, mechanism) == [fact]

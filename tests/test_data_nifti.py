@@ -88,6 +88,14 @@ def test_slices_as_units_need_a_window_that_no_other_slice_decides(tmp_path: Pat
     assert torch.equal(load_one(tmp_path / "images", own).images, by_patient.images)  # public: nobody to protect
 
 
+def test_one_bad_slice_may_not_take_other_units_with_it(tmp_path: Path) -> None:
+    write_pair(tmp_path, "a")
+    skipping = options_of(tmp_path, image_size=(4, 5), skip_bad=True)
+    with pytest.raises(DataError, match="skip_bad must be off"):
+        load(tmp_path / "images", replace(skipping, units="rows"))
+    assert load(tmp_path / "images", skipping).train.num_units == 1
+
+
 def test_a_volumes_own_range_is_not_touched_by_other_volumes(tmp_path: Path) -> None:
     write_pair(tmp_path, "a")
     own = options_of(tmp_path, window=None, image_size=4)

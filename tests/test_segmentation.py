@@ -15,7 +15,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from dpvision import models
-from dpvision.checks import ArgumentError
+from dpvision.checks import ArgumentError, PrivacyError
 from dpvision.cli import app
 from dpvision.config import parse_config
 from dpvision.data import ImageStore, PoissonDraws, fixed_normalisation, store_of_arrays
@@ -23,6 +23,7 @@ from dpvision.grads import Performance, clipped_sum_of_batch
 from dpvision.keys import Keys
 from dpvision.losses import loss_for
 from dpvision.mechanism import Mechanism
+from dpvision.runfolder import RunFolder
 from dpvision.training import resume, train
 from dpvision.training.prepare import load_pictures
 from dpvision.training.proposals import Facts, fill_open_settings
@@ -61,12 +62,24 @@ def test_a_private_run_over_patients_trains_resumes_bit_for_bit_and_verifies(tmp
     final = json.loads(released(tmp_path / "whole", "metrics.json"))["final"]
     assert 0 <= final["dice"] <= 1
     assert 0 < final["baseline_dice"] < 1
-    assert set(final["per_patient"]) == {"0", "1", "2", "3"}
-    assert set(whole.metrics["curve"][-1]) == {"step", "epsilon", "dice", "iou", "dice_per_patient", "loss"}
+    # The test part came with the data, and nobody named it as public: patients have numbers, not their names.
+    assert set(final["per_patient"]) == {"1", "2", "3", "4"}
+    curve = whole.metrics["curve"][-1]
+    assert set(curve) == {"step", "epsilon", "dice", "iou", "dice_per_patient", "loss", "raw"}
     assert whole.figures()["dice"] == final["dice"]
     resolved = parse_config(released(tmp_path / "whole", "config.json").decode())
     assert resolved.loss == "dice_cross_entropy"
     assert resolved.data.rows_per_unit == 4
+
+
+def test_a_fork_can_not_change_who_is_protected(tmp_path: Path, slices: Path) -> None:
+    cut_off(tmp_path / "run", tiny_mask_config(slices), after=3)
+    with RunFolder.open(tmp_path / "run") as folder:
+        config = parse_config(folder.read_whole_config())
+        data = config.data.model_copy(update={"units": "rows"})
+        folder.write_whole_config(config.model_copy(update={"data": data}).to_json())
+    with pytest.raises(PrivacyError, match="units"):
+        resume(tmp_path / "run", allow_fork=True)
 
 
 def test_an_ordinary_run_learns_discs(tmp_path: Path, slices: Path) -> None:

@@ -239,6 +239,30 @@ def test_an_attachment_is_named_by_certificate_and_manifest(place: Path) -> None
     assert any("names it as an attachment" in problem for problem in verify(place / "run").problems)
 
 
+def test_a_signed_release_inside_another_does_not_vouch_for_it(place: Path) -> None:
+    sign(place)
+    shutil.copytree(place / "run" / "release", place / "forged")
+    shutil.copytree(place / "run" / "release", place / "forged" / "release")
+    (place / "forged" / "weights.safetensors").write_bytes(b"others")
+    with pytest.raises(TamperError, match="name the one that you mean"):
+        verify(place / "forged", key=own_key(place))
+
+
+def test_nothing_that_speaks_of_an_old_certificate_is_vouched_for_by_a_new_one(place: Path) -> None:
+    (place / "audit.json").write_bytes(b"{}")
+    attach(place / "run", place / "audit.json")
+    with RunFolder.open(place / "run") as folder:
+        folder.add_to_release("report.html", b"epsilon 0.1")
+        folder.withdraw_release()
+        left = {path.name for path in folder.release.iterdir()}
+    assert left <= {"ledger.jsonl", "config.json", "weights.safetensors", "metrics.json"}
+
+
+def test_nothing_private_is_attached(place: Path) -> None:
+    with pytest.raises(ArgumentError, match="lies in private"):
+        attach(place / "run", place / "run" / "private" / "key.json")
+
+
 def test_an_attachment_is_refused_where_it_can_not_be(place: Path) -> None:
     for name in ("certificate.json", "weights.safetensors", "signature.json", "model_card.md", ".hidden", "a b"):
         (place / name).write_bytes(b"x")

@@ -20,6 +20,8 @@ def attach(run: Path, file: Path) -> Path:
     """
     if not (run / "private").is_dir():
         raise ArgumentError(f"{run} must be a run folder with its private/: only the owner of a run attaches files.")
+    if file.resolve().is_relative_to((run / "private").resolve()):
+        raise ArgumentError(f"{file} lies in private/, from which nothing is released.")
     content = read_file(file, limit=LARGEST)
     certificate, _ = require_verified(run)
     named = with_attachment(certificate.model_dump(), name=file.name, sha256=sha256_hex(content))

@@ -162,4 +162,27 @@ MASKS = (
             "if False:",
         ),
     ),
+    *mutations(
+        "test_segmentation",
+        "training/start.py",
+        ("a fork protects somebody else", '        "units": config.data.units,\n', ""),
+    ),
+    *mutations(
+        "test_segmentation",
+        "training/loop.py",
+        (
+            "names of patients whom nobody called public",
+            "name_patients=may_show_pictures(session.config) and not",
+            "name_patients=not",
+        ),
+    ),
+    *mutations(
+        "test_data_nifti",
+        "data/pairs.py",
+        (
+            "a bad slice takes other units with it",
+            "if pairs.volumes and options.skip_bad and not options.public",
+            "if False and not options.public",
+        ),
+    ),
 )

@@ -133,4 +133,33 @@ TRUST: tuple[Mutation, ...] = (
         ("a name may become a key", "    return json.dumps(text)", "    return text"),
         ("a stamp is hidden", "    if certificate.stamps:", "    if False:"),
     ),
+    *mutations(
+        "test_signing",
+        "verify/files.py",
+        ("a release vouches for what lies around it", "        if also:\n", "        if False:\n"),
+    ),
+    *mutations(
+        "test_signing",
+        "attach.py",
+        (
+            "the key is attached to the release",
+            'if file.resolve().is_relative_to((run / "private").resolve()):',
+            "if False:",
+        ),
+    ),
+    *mutations(
+        "test_signing",
+        "runfolder/folder.py",
+        ("an old report stays under a new certificate", "CARD, REPORT, EXAMPLES, *self._attachments())", "CARD)"),
+    ),
+    *mutations(
+        "test_certificate",
+        "certificate/claims.py",
+        ("the plan of the claim is not the ledger's", '("steps", "expected_batch_size", "noise_multiplier")', "()"),
+    ),
+    *mutations(
+        "test_accounting_groups",
+        "accounting/pld.py",
+        ("an epsilon below zero", "return max(0.0, shift**2 / 2", "return max(-9.0, shift**2 / 2"),
+    ),
 )

@@ -162,7 +162,7 @@ def epsilon_without_sampling(charges: Charges, delta: float, adjacency: Adjacenc
     With mu the total shift in units of the noise, delta(epsilon) <= Phi(mu/2 - epsilon/mu).
     """
     shift = shift_without_sampling(charges, adjacency)
-    return shift**2 / 2 + shift * -NormalDist().inv_cdf(delta)
+    return max(0.0, shift**2 / 2 + shift * -NormalDist().inv_cdf(delta))
 
 
 def shift_without_sampling(charges: Charges, adjacency: Adjacency) -> float:

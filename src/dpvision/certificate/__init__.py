@@ -21,7 +21,7 @@ from dpvision.certificate.claims import (
     required_stamps,
     required_uncovered,
 )
-from dpvision.certificate.figures import ROW_UNITS, Spent, charged_list, other_units, spent_by, steps_taken
+from dpvision.certificate.figures import ROW_UNITS, VOLUME, Spent, charged_list, other_units, spent_by, steps_taken
 from dpvision.certificate.layout import FORMAT, Attachment, Certificate, OtherUnit, parse_certificate
 from dpvision.certificate.text import render_certificate_page, render_certificate_text
 
@@ -37,6 +37,7 @@ __all__ = [
     "ROW_UNITS",
     "SHOWN_PICTURES",
     "TRAINING_DATA",
+    "VOLUME",
     "Attachment",
     "Certificate",
     "Disclosures",

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from dpvision.certificate.figures import ROW_UNITS, steps_taken
+from dpvision.certificate.figures import ROW_UNITS, VOLUME, steps_taken
 from dpvision.ledger import TRAINING, Entry, charges_of
 from dpvision.mechanism import Mechanism
 
@@ -29,6 +29,7 @@ ALWAYS_UNCOVERED: tuple[str, ...] = (
     "Floating-point arithmetic: the proof speaks of real numbers. Noise is drawn and added in finite precision.",
     "The honesty of the program that wrote the ledger: hashes show later changes, not a lie at the time of writing.",
     "Whoever can read private/: it holds the key of the noise.",
+    "Whoever also has pictures in the test split: figures on those are published without noise.",
 )
 _NEIGHBOURS = {
     "add_remove": "unbounded: one {unit} more or less",
@@ -78,6 +79,8 @@ def required_uncovered(header: Mapping[str, Any]) -> list[str]:
                 f"One {unit} more or less of an owner who has more than {most_rows}: those beyond are left out, and "
                 "another one may come in or go. Owners as a whole have their figure under other_units."
             )
+    if unit == VOLUME:
+        found.append("A patient with several volumes: each volume counts as a unit of its own.")
     if header["delta"] is not None and not header["delta"] < 1 / header["num_units"]:
         found.append(
             f"Delta {header['delta']:g} is not below 1/{header['num_units']}: a mechanism that publishes one "
@@ -132,6 +135,7 @@ def differing_facts(header: Mapping[str, Any], mechanism: Mechanism) -> list[str
     """
     opened_for = {"clipping": "flat", "unit_norm": False, **header}
     names = ("num_units", "privacy_unit", "adjacency", "clip_norm", "clipping", "unit_norm")
+    names += ("steps", "expected_batch_size", "noise_multiplier")
     return [name for name in names if name in opened_for and opened_for[name] != getattr(mechanism, name)]
 
 

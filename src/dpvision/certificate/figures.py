@@ -26,6 +26,7 @@ from dpvision.mechanism import Adjacency, Event, Guarantee
 CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
 ROW_UNITS = ("example", "slice")
+VOLUME = "volume"  # the word for a unit that is a file with many slices, where nobody said whose it is
 """Words for a unit that is a single row. Any other unit owns its rows."""
 
 

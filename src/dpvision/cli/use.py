@@ -82,6 +82,8 @@ def predict(
         if output is None:
             figures, lines, skipped = _classes(released, pictures, skip_bad=skip_bad, device=device)
         else:
+            if output.resolve().is_relative_to(run.resolve()):
+                raise ArgumentError(f"--output must lie outside the run's own folder, got {output}.")
             figures, lines, skipped = _masks(released, pictures, output, force=force, skip_bad=skip_bad, device=device)
         if json:
             print_json({**figures, "skipped": [list(pair) for pair in skipped]})

@@ -173,6 +173,10 @@ def _owners(pairs: Pairs, options: LoadOptions, *, also_known: Sequence[str] = (
             "volumes whose slices are the units need a window: intensities that are public, such as -160 240 for the "
             "liver in CT. Without it a volume is scaled by its own values, which only its owner as the unit allows."
         )
+    if pairs.volumes and options.skip_bad and not options.public and not options.owners_are_units(found):
+        raise DataError(
+            "skip_bad must be off for volumes whose slices are the units: one bad slice would take the others with it."
+        )
     return found
 
 

@@ -119,12 +119,12 @@ def scatter_linear(
 @final
 @dataclass(frozen=True, kw_only=True)
 class ScatterCNN:
-    """Scattering and two convolutions: the head for MNIST on grey pictures, the one for CIFAR on others.
+    """Scattering and two convolutions: the published head for MNIST on grey pictures, the one for CIFAR on others.
 
-    ``standardise``, ``groups`` and ``constants`` are those of ``scatter_linear``. The rest concerns coloured pictures,
-    and has no effect on grey ones: ``width`` counts the channels of both convolutions; ``norm_groups`` puts a
-    GroupNorm without parameters after each of them (0: none, as published); ``layer_norm`` brings each picture's
-    features, once standardised, to mean 0 and variance 1.
+    ``standardise``, ``groups`` and ``constants`` are those of ``scatter_linear``. ``norm_groups`` puts a GroupNorm
+    without parameters after each convolution of CIFAR's head, which grey pictures then get too (0: none, as
+    published). For that head, ``width`` counts the channels of both convolutions, and ``layer_norm`` brings each
+    picture's features, once standardised, to mean 0 and variance 1.
     """
 
     num_classes: int
@@ -150,7 +150,7 @@ class ScatterCNN:
         scattering = Scattering(height_width(self.image_size, least=8))
         channels = self.in_channels * scattering.paths
         standardiser = _standardiser(channels, self.standardise, self.groups, self.constants)
-        if self.in_channels == 1:
+        if self.in_channels == 1 and not self.norm_groups:
             head = _grey_head(channels, scattering.output_size, self.num_classes, self.activation)
         else:
             head = self._colour_head(channels, scattering.output_size)

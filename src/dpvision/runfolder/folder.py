@@ -26,6 +26,7 @@ from dpvision.runfolder.content import (
     sha256_hex,
     tensors_of,
 )
+from dpvision.runfolder.examples import EXAMPLES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -221,7 +222,9 @@ class RunFolder:
         for name, page in (pages or {}).items():
             self._write(self.release / _plain(name), page.encode())
         self._write(self.release / CERTIFICATE, json_bytes(certificate))
-        hashes = {name: file_sha256(self.release / name) for name in release_files(self.release)}
+        # What somebody else put there is not vouched for.
+        own = [name for name in release_files(self.release) if name in _OWN_FILES or name in (pages or {})]
+        hashes = {name: file_sha256(self.release / name) for name in own}
         self._write(self.release / MANIFEST, json_bytes(hashes))
 
     def _require_of_ledger(self, certificate: Mapping[str, Any]) -> None:
@@ -235,16 +238,29 @@ class RunFolder:
             raise PrivacyError("the certificate was made for other weights or another configuration. Build it anew.")
 
     def withdraw_release(self) -> None:
-        """Take certificate and manifest out of ``release/``, and what a killed writer left; keep their marks."""
+        """Take certificate, manifest and all that speaks of them out of ``release/``; keep their marks.
+
+        A page, a report or an audit of the shorter run must not be vouched for by the manifest of the longer one.
+        """
         self.lock()
+        spoken = (SIGNATURE, MANIFEST, CERTIFICATE_PAGE, CARD, REPORT, EXAMPLES, *self._attachments())
         with disk_errors(f"withdraw the certificate in {self.release}"):
             if (self.release / CERTIFICATE).exists():
                 os.replace(self.release / CERTIFICATE, self._withdrawn)
                 sync_folder(self.private)
-            for name in (SIGNATURE, MANIFEST):
+            for name in spoken:
                 (self.release / name).unlink(missing_ok=True)
             self._clear_leftovers()
             sync_folder(self.release)
+
+    def _attachments(self) -> list[str]:
+        """Names of the files that the certificate names; none if there is no whole one."""
+        try:
+            values = parse_object(read_file(self.release / CERTIFICATE), name=CERTIFICATE)
+            named = [str(each["name"]) for each in values.get("attachments", [])]
+        except (DPVisionError, TypeError, KeyError):
+            return []  # a damaged certificate names nothing: verify will find what is left
+        return [name for name in named if _PLAIN_NAME.fullmatch(name) and name not in _OWN_FILES]
 
     def add_to_release(self, name: str, content: bytes) -> None:
         """Write one more file (a report, a model card) into a finished release and its manifest.

@@ -21,7 +21,11 @@ def declarations(config: RunConfig, pictures: Pictures) -> list[tuple[str, str]]
     found += rows_of_owners(config)
     if may_show_pictures(config):
         found.append(
-            (SHOWN_PICTURES, "a few, with their masks and the model's: whoever named them declares them public")
+            (
+                SHOWN_PICTURES,
+                "a few, with their masks, their owners' names and the model's masks: whoever named them declares them "
+                "public, and so are figures by owner",
+            )
         )
     if config.data.normalisation == "published":
         of_weights = config.transfer is not None and config.transfer.weights in KNOWN_WEIGHTS

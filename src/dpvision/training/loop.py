@@ -15,6 +15,7 @@ from dpvision.flow import OrdinaryGrad, charge_for
 from dpvision.grads import clipped_sum_of_batch, ordinary_gradient
 from dpvision.noise import privatize
 from dpvision.training.budget import BudgetSpent
+from dpvision.training.examples import may_show_pictures
 from dpvision.training.interrupt import StopRequest
 from dpvision.training.session import Session
 from dpvision.training.watch import Watcher
@@ -118,7 +119,7 @@ def measure(session: Session, *, averaged: bool = True) -> Metrics | MaskMetrics
             loss=session.loss,
             parameters=parameters,
             device=session.device,
-            name_patients=not session.pictures.held_out,
+            name_patients=may_show_pictures(session.config) and not session.pictures.held_out,
         )
     if session.phase.front is not None and session.features is not None:
         return evaluate_features(

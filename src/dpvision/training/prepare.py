@@ -20,6 +20,7 @@ from dpvision.data import (
     load_one,
     mismatch_note,
 )
+from dpvision.data.folder import split_folders
 from dpvision.keys import Keys
 from dpvision.mechanism import Event
 from dpvision.optim import OptimizerSettings
@@ -97,11 +98,17 @@ def load_pictures(config: RunConfig, keys: Keys) -> Pictures:
 
 def require_test_part(data: DataConfig, *, has_one: bool) -> None:
     """Private pictures that are named as public test pictures too would be measured, and shown, without noise."""
-    same = data.test is not None and Path(data.test).resolve() == Path(data.source).resolve()
-    if same and data.source not in known_sources() and not has_one:
+    if data.test is None or data.source in known_sources() or data.test in known_sources():
+        return
+    source, test = Path(data.source).resolve(), Path(data.test).resolve()
+    if source == test and has_one:
+        return
+    private = split_folders(source)[0].resolve() if source.is_dir() else source
+    around = private.is_relative_to(test) and (test.is_file() or split_folders(test)[1] is None)
+    if around or test.is_relative_to(private):
         raise ArgumentError(
-            f"test must name other pictures than the private ones, got {data.name!r}, which has no test part. Leave it "
-            "out to hold a part of the units out."
+            f"test must name other pictures than the private ones, got {data.test!r}, which has none or lies among "
+            "them. Leave it out to hold a part of the units out."
         )
 
 

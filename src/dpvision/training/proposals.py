@@ -5,6 +5,7 @@ docs/rules-of-thumb.md gives the reason for each.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -56,7 +57,9 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
     if privacy.num_units is None:
         choose("num_units", num_units, "the size of a published dataset, or of one without privacy, to two digits")
     if privacy.delta is None and privacy.enabled:
-        choose("delta", propose_delta(num_units), "a power of ten clearly below 1 / num_units")
+        # A number that was counted with noise may be far too small: delta goes by how many there could be.
+        most = num_units + math.ceil(3 * (privacy.count_noise_multiplier or 0.0))
+        choose("delta", propose_delta(most), "a power of ten clearly below 1 / num_units")
     masks = config.task == "segmentation"
     model = config.model or (propose_mask_model() if masks else propose_model(num_units, facts))
     require_fitting_model(model, masks=masks)

@@ -165,6 +165,7 @@ def ledger_header(config: RunConfig, run_id: str, *, hand_seeded: bool) -> dict[
         "steps": config.plan.steps,
         "target_epsilon": privacy.target_epsilon,
         "most_rows_per_owner": privacy.most_rows_per_owner if privacy.enabled else None,
+        "units": config.data.units,
         "hand_seeded": hand_seeded,
     }
 

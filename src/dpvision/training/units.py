@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from dpvision.certificate import VOLUME
 from dpvision.checks import ArgumentError
 from dpvision.config import RunConfig
 from dpvision.data import ImageStore, dense_units
@@ -26,14 +27,16 @@ def name_units(config: RunConfig, store: ImageStore) -> RunConfig:
     if grouped and given in single:
         raise ArgumentError(f"privacy_unit must name what owns several pictures (patient, user …), got {given!r}.")
     if grouped:
-        usual = "patient" if masks else "owner"
+        told = (data.unit_column, data.unit_csv, data.unit_folder_level, data.unit_pattern)
+        by_file = all(each is None for each in told)  # a patient may have several files: a volume is what is known
+        usual = VOLUME if by_file else "patient" if masks else "owner"
     else:
         usual = "slice" if masks and store.owners is not None else "example"
     rows = data.rows_per_unit or (SLICES_PER_PATIENT if grouped and masks else 1)
     return config.model_copy(
         update={
             "privacy": config.privacy.model_copy(update={"privacy_unit": given or usual}),
-            "data": data.model_copy(update={"rows_per_unit": rows}),
+            "data": data.model_copy(update={"rows_per_unit": rows, "units": "owners" if grouped else "rows"}),
         }
     )
 

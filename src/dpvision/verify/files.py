@@ -28,6 +28,9 @@ from dpvision.verify.findings import Findings, Place, rewritten
 def find(path: Path) -> Place:
     """Where the release of ``path`` lies."""
     if (path / "release").is_dir():
+        also = [name for name in (CERTIFICATE, LEDGER, MANIFEST, SIGNATURE, WEIGHTS) if (path / name).exists()]
+        if also:
+            raise TamperError(f"{path} holds a folder release and a {also[0]} beside it: name the one that you mean.")
         run = RunFolder(path)
         return Place(run.release, run.release / CERTIFICATE, True, run if run.private.is_dir() else None)
     if path.is_dir() and any((path / name).exists() for name in (CERTIFICATE, LEDGER, MANIFEST)):
