@@ -9,7 +9,7 @@ from typing import Any, Final, final
 from dpvision.config import ModelConfig, PrivacyConfig, RunConfig
 from dpvision.optim import AveragingSettings, OptimizerSettings, ScheduleSettings
 from dpvision.recipes import liver
-from dpvision.recipes.recipe import NOT_RUN, Recipe, changed
+from dpvision.recipes.recipe import Recipe, changed
 
 SOURCE: Final = "ScaleNorm, Table 6.1"
 PATIENTS: Final = "ours: patients as units"
@@ -40,20 +40,6 @@ _HEAD: Final = "free scores at the end (head=conv) instead of norm and Mish"
 _ENDS: Final = f"{_HEAD}, Dice and cross-entropy"
 _REDUCTION: Final = f"1,699 slices of 26 patients at 32 px, width 8, {_ENDS}, batch 256, 200 steps"
 _PATIENT_REDUCTION: Final = f"26 patients in every step with up to 4 random slices, 32 px, width 4, {_ENDS}, 150 steps"
-
-# Dice of test slices × 100, at --scale cpu (docs/results.md).
-_OURS: Final = {
-    "liver-unet9-eps3": "77.7 ± 1.0 (n = 3, cpu)",
-    "liver-scaleunet9-eps3": "78.4 ± 0.5 (n = 3, cpu)",
-    "liver-linknet9-eps3": "75.9 ± 1.0 (n = 3, cpu)",
-    "liver-scalelinknet9-eps3": "77.4 ± 0.6 (n = 3, cpu)",
-    "liver-unet9-patient-eps8": "59.6 ± 1.7 (n = 3, cpu)",
-    "liver-scaleunet9-patient-eps8": "58.5 ± 2.3 (n = 3, cpu)",
-    "liver-linknet9-patient-eps8": "58.9 ± 3.5 (n = 3, cpu)",
-    "liver-scalelinknet9-patient-eps8": "47.4 ± 13.0 (n = 3, cpu)",
-    "liver-unet9-noprivacy": "82.6 (n = 1, cpu)",
-    "liver-linknet9-noprivacy": "82.0 ± 0.6 (n = 3, cpu)",
-}
 
 
 @final
@@ -134,7 +120,6 @@ class Setting:
             figure=figure,
             differs=differs,
             needs=liver.NEEDS,
-            ours=_OURS.get(self.name, NOT_RUN),
             cpu=self.cpu(),
             reduction=_PATIENT_REDUCTION if self.patients else _REDUCTION,
         )
