@@ -19,3 +19,15 @@ def _threads_as_before() -> Iterator[None]:
     yield
     if torch is not None and before not in (None, torch.get_num_threads()):
         torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["native", "numpy"])
+def generator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Normals from the native kernel, where there is one, and from numpy."""
+    from dpvision import native, noise
+
+    if request.param == "numpy":
+        monkeypatch.setattr(noise.kernels, "takes", lambda array: False)
+    elif not native.available():
+        pytest.skip(f"no native kernels: {native.reason()}")
+    return request.param

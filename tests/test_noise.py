@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from dpvision import native, noise
+from dpvision import noise
 from dpvision.checks import ArgumentError
 from dpvision.keys import Keys, random_words
 from dpvision.noise import standard_normals
@@ -26,15 +26,6 @@ KEYS = Keys.from_seed(20)
 KEY = KEYS.derive("noise", 0, "w")
 LARGEST_WORD = np.uint64(2**64 - 1)
 TORCH_CPU_REACH = 5.768  # PITFALLS 23: √(−2·log(2⁻²⁴)), and 6·10⁹ draws of torch.randn without one beyond
-
-
-@pytest.fixture(params=["native", "numpy"])
-def generator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "numpy":
-        monkeypatch.setattr(noise.kernels, "takes", lambda array: False)
-    elif not native.available():
-        pytest.skip(f"no native kernels: {native.reason()}")
-    return request.param
 
 
 @functools.cache

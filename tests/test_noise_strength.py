@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from dpvision import native, noise
+from dpvision import noise
 from dpvision.flow import ClippedSum
 from dpvision.keys import Keys
 from dpvision.mechanism import Mechanism
@@ -37,15 +37,6 @@ def released(count: int, step: int = 0, kernels: str = "native", name: str = "w"
     sums = ClippedSum({name: torch.zeros(count, dtype=torch.float64)}, MECHANISM.clip_norm)
     gradient = privatize(sums, MECHANISM, KEYS, step=step).gradients[name].numpy()
     return gradient * MECHANISM.divisor / MECHANISM.noise_stddev
-
-
-@pytest.fixture(params=["native", "numpy"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "numpy":
-        monkeypatch.setattr(noise.kernels, "takes", lambda array: False)
-    elif not native.available():
-        pytest.skip(f"no native kernels: {native.reason()}")
-    return request.param
 
 
 def anderson_darling(draws: Normals) -> float:
@@ -82,13 +73,13 @@ def failed(draws: Normals) -> set[str]:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_released_noise_passes_every_test_of_normality(kernels: str, count: int) -> None:
-    assert not failed(released(count, 0, kernels))
+def test_released_noise_passes_every_test_of_normality(generator: str, count: int) -> None:
+    assert not failed(released(count, 0, generator))
 
 
 @pytest.mark.slow
-def test_variance_of_ten_million_released_values_is_within_three_permille(kernels: str) -> None:
-    draws = released(10_000_000, 0, kernels)
+def test_variance_of_ten_million_released_values_is_within_three_permille(generator: str) -> None:
+    draws = released(10_000_000, 0, generator)
     assert abs(np.mean(draws**2) - 1) < 0.003  # 6.7 standard errors: false alarm 2e-11
     assert "variance" in failed(math.sqrt(1.003) * draws)
 
@@ -103,7 +94,7 @@ def test_the_same_tests_reject_noise_that_is_a_little_wrong() -> None:
     assert {"chi-square", "Anderson-Darling", "tail beyond 3"} <= failed(2 * (uniforms.sum(0) - 1.5))
 
 
-def test_extreme_random_words_are_released_in_full(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extreme_random_words_are_released_in_full(generator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The farthest value that can be released, by construction: nothing between generator and release cuts it."""
     largest = np.uint64(2**64 - 1)
 
@@ -114,7 +105,7 @@ def test_extreme_random_words_are_released_in_full(kernels: str, monkeypatch: py
 
     monkeypatch.setattr(noise, "random_words", words)
     released.cache_clear()
-    farthest = released(20, 0, kernels)
+    farthest = released(20, 0, generator)
     released.cache_clear()
     assert np.abs(farthest).max() > 13.3 > 8.5
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dpvision import native, noise
+from dpvision import noise
 from dpvision.checks import ArgumentError, PrivacyError
 from dpvision.flow import ClippedSum
 from dpvision.keys import Keys
@@ -31,14 +31,6 @@ def two_thread_counts() -> Iterator[tuple[int, int]]:
     before = torch.get_num_threads()
     yield (1, 2)
     torch.set_num_threads(before)
-
-
-@pytest.fixture(params=["native", "numpy"])
-def generator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "numpy":
-        monkeypatch.setattr(noise.kernels, "takes", lambda array: False)
-    elif not native.available():
-        pytest.skip(f"no native kernels: {native.reason()}")
 
 
 both_generators = pytest.mark.usefixtures("generator")
