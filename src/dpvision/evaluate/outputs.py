@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from dpvision.checks import ArgumentError, Problems
 from dpvision.data.normalisation import Normalisation
+from dpvision.grads.forward import quick_forward
+
+_AT_ONCE: Final = 64
+"""Rows that go through the model together: few enough for their activations to stay in the cache."""
+
+_COMPARED: Final = 4
 
 
 def inputs_of(
@@ -35,11 +43,21 @@ def outputs_of(
     parameters: Mapping[str, Tensor] | None,
 ) -> Iterator[Tensor]:
     """The model's outputs, batch by batch. ``parameters`` replaces the model's own where given."""
-    replaced = _replacements(model, parameters, device)
-    for inputs in batches:
-        with _evaluation_mode(model), torch.no_grad():
-            outputs = torch.func.functional_call(model, replaced, (inputs,))
-        yield outputs
+    network = copy.deepcopy(model).eval()
+    network.load_state_dict(_replacements(model, parameters, device), strict=False)
+    first = next(batches, None)
+    if first is None:
+        return
+    with quick_forward(network, _arranged(first[:_COMPARED])) as forward:
+        for inputs in itertools.chain([first], batches):
+            with torch.no_grad():
+                parts = [forward(part) for part in _arranged(inputs).split(_AT_ONCE)]
+            yield torch.cat(parts)
+
+
+def _arranged(inputs: Tensor) -> Tensor:
+    """Pictures with channels last, as the fast layers want them."""
+    return inputs.contiguous(memory_format=torch.channels_last) if inputs.dim() == 4 else inputs
 
 
 def _replacements(
@@ -53,15 +71,3 @@ def _replacements(
     if unknown:
         raise ArgumentError(f"parameters must be the model's own, got unknown names: {', '.join(unknown)}.")
     return {name: value.to(device) for name, value in parameters.items()}
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards every module is back in the mode that it had, not in its parent's."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training

@@ -204,7 +204,7 @@ ENTRIES: tuple[Entry, ...] = (
         purpose="CIFAR with augmentation multiplicity: weight standardisation, activation before norm",
         image_size=32,
         parameters=2_753_818,
-        factory=_fixed(WideResNet, depth=16, width=4, scale_norm=False),
+        factory=_fixed(WideResNet, depth=16, scale_norm=False),
     ),
     Entry(
         name="wrn40_4",
@@ -231,7 +231,7 @@ ENTRIES: tuple[Entry, ...] = (
         purpose="WRN-16-4 with ScaleNorm; layout=plain is the ScaleNorm paper's own",
         image_size=32,
         parameters=2_755_610,
-        factory=_fixed(WideResNet, depth=16, width=4, scale_norm=True),
+        factory=_fixed(WideResNet, depth=16, scale_norm=True),
     ),
     Entry(
         name="smoothnet",

@@ -125,7 +125,8 @@ def reduced(
 ) -> RunConfig:
     """A configuration for two cores: smaller pictures, fewer steps of another size, and ``small``'s part of the data.
 
-    A stepwise schedule keeps its number of drops; the curve gets at most ten points.
+    A stepwise schedule keeps its number of drops; the curve gets at most two points,
+    for a look at all test pictures costs as much as several steps.
     """
     data: dict[str, Any] = {} if image_size is None else {"image_size": image_size}
     privacy: dict[str, Any] = {"expected_batch_size": batch, "steps": steps}
@@ -145,7 +146,7 @@ def reduced(
         data=data,
         privacy=privacy,
         schedule=schedule,
-        evaluations=min(10, config.evaluations),
+        evaluations=min(2, config.evaluations),
         model=_fitted(config.model, image_size),
     )
 

@@ -112,20 +112,20 @@ class Setting:
 
     def _cpu(self, config: RunConfig) -> RunConfig:
         if self.dataset is IMAGENETTE:
-            return reduced(config, batch=256, steps=120, image_size=32, small=self.dataset)
+            return reduced(config, batch=256, steps=60, image_size=32, small=self.dataset)
         if self.dataset is TINY:
-            return reduced(config, batch=512, steps=150, image_size=32, small=self.dataset)
+            return reduced(config, batch=512, steps=60, image_size=32, small=self.dataset)
         usual = _EPOCHS[self.dataset.name]
         share = (self.epochs or usual) / usual
-        return reduced(config, batch=self.batch, steps=max(1, round(200 * share * BATCH / self.batch)), image_size=16)
+        return reduced(config, batch=self.batch, steps=max(1, round(50 * share * BATCH / self.batch)), image_size=16)
 
 
 def _reduction(dataset: Dataset) -> str:
     if dataset is IMAGENETTE:
-        return "1,500 pictures of the 10 classes at 32 px, batch 256, 20 passes"
+        return "1,500 pictures of the 10 classes at 32 px, batch 256, 10 passes"
     if dataset is TINY:
-        return "20 of the 200 classes at 32 px, batch 512, 8 passes"
-    return "16 px, 4 passes instead of 50, so many steps of the same batch"
+        return "20 of the 200 classes at 32 px, batch 512, 3 passes"
+    return "16 px, one pass instead of 50, so many steps of the same batch"
 
 
 def _tiny_views() -> ViewsConfig:
