@@ -29,7 +29,7 @@ from dpvision.checks import ArgumentError, DPVisionError
 from dpvision.cli import app
 
 TINY = Workload.of("shoefit_cnn", batch=4)
-EVERYBODY = [one.name for one in ALL if not one.compiles]
+EVERYBODY = [one.name for one in ALL if not one.compiles and one.name != "jax-privacy"]
 
 
 def silent(_: str) -> None:
@@ -326,9 +326,9 @@ def test_a_page_holds_tables_chart_command_and_what_failed(tmp_path: Path) -> No
     text = (tmp_path / "benchmarks.md").read_text()
     assert "dpvision bench --suite targets,scaling --threads 2 --repeats 7" in text
     row = (
-        "| shoefit_cnn, 28 px, batch 4 | 1,000 | 0.80 (channels-last) | **0.40** | 0.50 | 1.10 | 2.00 (hooks) | 0.70 |"
+        "| shoefit_cnn, 28 px, batch 4 | 1,000 | 0.80 (channels-last) | **0.40** | 0.50 | 1.10 | 2.00 (opacus-hooks) |"
     )
-    assert row + " time yes | ≤ 0.5, memory ≤ 0.8 | met |" in text
+    assert row + " 0.70 | time yes | ≤ 0.5, memory ≤ 0.8 | met |" in text
     assert "| shoefit_cnn, 28 px, batch 4 | 75% | 25% |" in text
     assert "| 1,024 | 1,000 | 400 | 390.6 | 100 | 70 |" in text
     assert "Opacus, expanded weights: RuntimeError: no" in text
@@ -337,7 +337,7 @@ def test_a_page_holds_tables_chart_command_and_what_failed(tmp_path: Path) -> No
         assert len(widths) <= 1, table
     chart = (tmp_path / "benchmarks.svg").read_text()
     assert "(benchmarks.svg)" in text
-    assert "best mode of Opacus" in chart
+    assert "fastest peer" in chart
     assert Figures.from_dict(json.loads((tmp_path / "benchmarks.json").read_text())) == a_page()
 
 

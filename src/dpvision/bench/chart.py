@@ -41,7 +41,7 @@ _KINDS: Final = (
     _Kind(label="fastest ordinary PyTorch", colour="#8591a0", place=0),
     _Kind(label="dpvision, private", colour="#1c5d99", place=1),
     _Kind(label="dpvision, private, without native kernels", colour="#7fa9cf", place=2),
-    _Kind(label="best mode of Opacus, private", colour="#c4561a", place=3),
+    _Kind(label="fastest peer, private", colour="#c4561a", place=3),
 )
 
 

@@ -9,6 +9,7 @@ from typing import Final
 
 from dpvision.bench.contender import Contender
 from dpvision.bench.contenders_engine import ENGINE
+from dpvision.bench.contenders_jax import UNNAMED
 from dpvision.bench.contenders_opacus import OPACUS
 from dpvision.bench.contenders_ordinary import ORDINARY
 from dpvision.checks import ArgumentError
@@ -16,7 +17,7 @@ from dpvision.checks import ArgumentError
 REFERENCE: Final = "eager"
 """The contender that all ratios are ratios to; it always takes part."""
 
-ALL: Final[tuple[Contender, ...]] = (*ORDINARY, *ENGINE, *OPACUS)
+ALL: Final[tuple[Contender, ...]] = (*ORDINARY, *ENGINE, *OPACUS, UNNAMED)
 _BY_NAME: Final = {contender.name: contender for contender in ALL}
 
 
@@ -37,5 +38,5 @@ def named(names: Sequence[str]) -> tuple[Contender, ...]:
 
 def default(*, compile_: bool) -> tuple[Contender, ...]:
     """Everybody who can run here; those that compile only where asked for, because that takes minutes."""
-    there = ALL if find_spec("opacus") is not None else tuple(one for one in ALL if one.kind != "peer")
+    there = (*ORDINARY, *ENGINE, *(OPACUS if find_spec("opacus") is not None else ()))
     return tuple(one for one in there if compile_ or not one.compiles)

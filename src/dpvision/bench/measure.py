@@ -5,23 +5,31 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import final
+
+import torch
 
 from dpvision.bench import contenders
 from dpvision.bench.breakdown import breakdown
 from dpvision.bench.contender import Contender
+from dpvision.bench.contenders_jax import JAX, jax_privacy, nameless
 from dpvision.bench.figures import NATIVE, PLAIN, Figures, Result, Row
 from dpvision.bench.isolated import PeakMemory, peak_memory
 from dpvision.bench.machine import machine, peak_flops, step_flops, threads
 from dpvision.bench.suites import Item
 from dpvision.bench.timing import Progress, Times, quiet, reason_of, time_contenders
+from dpvision.bench.workload import Workload
 from dpvision.checks import ArgumentError, Problems
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to measure. ``contenders`` None: each suite's own choice."""
+    """How to measure. ``contenders`` None: each suite's own choice.
+
+    ``jax_python`` is the Python of an environment that has jax_privacy; naming it lets jax-privacy take part.
+    """
 
     contenders: tuple[str, ...] | None = None
     compile: bool = False
@@ -29,6 +37,7 @@ class Settings:
     threads: int | None = None
     memory: bool = True
     breakdown: bool = True
+    jax_python: Path | None = None
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -37,23 +46,26 @@ class Settings:
             problems.count("threads", self.threads)
         problems.raise_if_any()
         contenders.named(self.contenders or ())
+        if JAX in (self.contenders or ()) and self.jax_python is None:
+            nameless()
 
 
 def run(items: Sequence[Item], settings: Settings, progress: Progress) -> Figures:
     """Measure every workload, one after the other; ``progress`` is told in words what is going on."""
+    guests = () if settings.jax_python is None else (jax_privacy(settings.jax_python),)
     with threads(settings.threads) as num_threads:
         progress("measuring the machine's peak")
         before = peak_flops()
-        results = tuple(_measured(item, settings, progress, num_threads) for item in items)
+        results = tuple(_measured(item, settings, progress, guests) for item in items)
         # Twice, because other work on the machine can only lower it.
         peak = max(before, peak_flops())
     return Figures(machine=machine(), threads=num_threads, repeats=settings.repeats, peak_flops=peak, results=results)
 
 
-def _measured(item: Item, settings: Settings, progress: Progress, num_threads: int) -> Result:
+def _measured(item: Item, settings: Settings, progress: Progress, guests: tuple[Contender, ...]) -> Result:
     workload = item.workload
     flops = _counted(item)
-    chosen = _chosen(item, settings)
+    chosen = (*_chosen(item, settings), *guests)
     times = time_contenders(chosen, workload, repeats=settings.repeats, progress=progress)
     gc.collect()
     if contenders.REFERENCE not in times.seconds:
@@ -62,7 +74,7 @@ def _measured(item: Item, settings: Settings, progress: Progress, num_threads: i
     for one in chosen:
         if settings.memory and one.name in times.seconds:
             progress(f"{workload.title}: peak memory, {one.name}")
-            memories[one.name] = peak_memory(one.name, workload, num_threads=num_threads)
+            memories[one.name] = _memory(one, workload)
     return Result(
         suite=item.suite,
         workload=workload,
@@ -73,13 +85,23 @@ def _measured(item: Item, settings: Settings, progress: Progress, num_threads: i
     )
 
 
+def _memory(one: Contender, workload: Workload) -> PeakMemory:
+    if one.memory is None:
+        return peak_memory(one.name, workload, num_threads=torch.get_num_threads())
+    try:
+        return PeakMemory(one.memory(workload))
+    except Exception as error:  # noqa: BLE001 - whatever a peer does, its row says so
+        return PeakMemory(None, reason_of(error))
+
+
 def _chosen(item: Item, settings: Settings) -> tuple[Contender, ...]:
+    """Who takes part from this environment; guests bring their own."""
     asked = settings.contenders or item.contenders
     there = contenders.default(compile_=settings.compile)
     if asked is None:
         return there
     extra = [one.name for one in there if settings.compile and one.compiles]
-    return contenders.named((*asked, *extra))
+    return tuple(one for one in contenders.named((*asked, *extra)) if one.name != JAX)
 
 
 def _counted(item: Item) -> int:

@@ -11,6 +11,7 @@ from typing import Final
 
 from dpvision.bench.chart import bar_chart
 from dpvision.bench.contenders import REFERENCE, contender
+from dpvision.bench.contenders_jax import JAX
 from dpvision.bench.figures import PLAIN, Figures, Result
 from dpvision.bench.suites import SUITES
 from dpvision.bench.table import (
@@ -31,12 +32,14 @@ from dpvision.files import disk_errors, write_atomically
 
 _READING: Final = """\
 Every contender takes whole training steps on the same rows: the private ones clipped sum, noise and optimizer, the
-ordinary ones forward, backward and SGD with momentum. All run interleaved in one process, in a new order every round;
+ordinary ones forward, backward and SGD with momentum. All run interleaved, in a new order every round;
 figures are medians. *× eager* is the time as a multiple of ordinary eager PyTorch, *× fastest ordinary* as a multiple
 of the fastest ordinary variant that took part. Memory is the peak of two steps beyond model and data, in a process
 of its own. The first step counts, so a compiled variant carries its compiler. Opacus draws its noise from torch's
 ordinary generator; our noise has full tails and costs more. Where Opacus knows no views, they are averaged from its
-per-row gradients. jax-privacy does not take part: it lives in another framework.
+per-row gradients. jax-privacy takes part where its environment is named (`--jax-python`): the model's operations, as
+PyTorch's exporter lists them, run in JAX in a process of its own, in PyTorch's layout of pictures, after its outputs
+were found equal. It compiles in the step that is not timed. A dash: it has no such model, or did not take part.
 
 Shares of the peak count the operations of an ordinary step's convolutions and matrix products. Winograd's method needs
 fewer, so that a private step may pass 100 %.
@@ -92,9 +95,10 @@ def command(figures: Figures) -> str:
     """What to type to measure the same again."""
     suites = tuple(dict.fromkeys(result.suite for result in figures.results))
     what = f"--suite {','.join(suites)}" if set(suites) <= set(SUITES) else _flags(figures.results[0].workload)
-    names = (row.contender for result in figures.results for row in result.rows)
+    names = _names(figures.results)
     compiles = " --compile" if any(contender(name).compiles for name in names) else ""
-    return f"dpvision bench {what}{compiles} --threads {figures.threads} --repeats {figures.repeats}"
+    guests = " --jax-python PYTHON" if JAX in names else ""
+    return f"dpvision bench {what}{compiles}{guests} --threads {figures.threads} --repeats {figures.repeats}"
 
 
 def _flags(workload: Workload) -> str:
@@ -127,7 +131,7 @@ def _sections(suite: str, results: Sequence[Result], figures: Figures) -> Iterat
 
 def _headline(results: Sequence[Result]) -> str:
     columns = ("workload", "eager, ms", "fastest ordinary", "private step × eager", "× fastest ordinary")
-    columns += ("plain × eager", "best Opacus × eager", "memory × eager", "below Opacus", "target", "")
+    columns += ("plain × eager", "best peer × eager", "memory × eager", "below every peer", "target", "")
     return markdown(columns, (_headline_row(result) for result in results))
 
 
@@ -140,7 +144,7 @@ def _headline_row(result: Result) -> list[str]:
         f"**{ratio(result.ratio(result.headline))}**",
         ratio(result.ratio_to_fastest(result.headline)),
         ratio(result.ratio(PLAIN)),
-        NOTHING if peer is None else f"{ratio(result.ratio(peer))} ({peer.removeprefix('opacus-')})",
+        NOTHING if peer is None else f"{ratio(result.ratio(peer))} ({peer})",
         ratio(result.memory_ratio(result.headline)),
         below_peers(result),
         demanded(result),

@@ -13,7 +13,7 @@ from typing import Final, final
 
 import torch
 
-from dpvision.bench.contender import Contender, Step
+from dpvision.bench.contender import Contender, NoSuchModelError, Step
 from dpvision.bench.workload import Workload
 
 Progress = Callable[[str], None]
@@ -51,7 +51,11 @@ def time_contenders(contenders: Sequence[Contender], workload: Workload, *, repe
 def _warmed_up(one: Contender, workload: Workload, times: Times, progress: Progress) -> Step | None:
     progress(f"{workload.title}: warming up, {one.name}")
     with _reported(one.name, times.failures), quiet():
-        step = one.make(workload)
+        try:
+            step = one.make(workload)
+        except NoSuchModelError as error:
+            progress(f"{workload.title}: {one.name}: no such model here ({error})")
+            return None
         step()
         return step
     return None
@@ -60,8 +64,9 @@ def _warmed_up(one: Contender, workload: Workload, times: Times, progress: Progr
 def _take_one(name: str, ready: dict[str, Step], times: Times) -> None:
     with _reported(name, times.failures), quiet():
         started = time.perf_counter()
-        ready[name]()
-        times.seconds.setdefault(name, []).append(time.perf_counter() - started)
+        told = ready[name]()
+        taken = time.perf_counter() - started if told is None else told
+        times.seconds.setdefault(name, []).append(taken)
     if name in times.failures:
         del ready[name]
         times.seconds.pop(name, None)

@@ -32,13 +32,14 @@ def bench(
     compile_: Annotated[bool, typer.Option("--compile", help="Also the variants that are compiled.")] = False,
     repeats: Annotated[int, typer.Option(help="Interleaved rounds.")] = 7,
     threads: Annotated[Count, typer.Option(help="Threads of every contender. Default: torch's.")] = None,
+    jax_python: Annotated[Path | None, typer.Option(help="Python with jax_privacy, which then takes part.")] = None,
     memory: Annotated[bool, typer.Option(help="Measure peak memory, each contender in its own process.")] = True,
     breakdown: Annotated[bool, typer.Option(help="Measure the parts of a private step.")] = True,
     read: Annotated[list[Path] | None, typer.Option(help="Figures of an earlier --json, instead of a run.")] = None,
     write: Annotated[Path | None, typer.Option(help="Write a page, its chart and raw figures, e.g. to x.md.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print figures as JSON on stdout.")] = False,
 ) -> None:
-    """Time private, ordinary and Opacus's steps in turn: medians, as ratios to the ordinary eager step.
+    """Time private, ordinary and peers' steps in turn: medians, as ratios to the ordinary eager step.
 
     Example: dpvision bench --model resnet9 --batch 128 --contenders channels-last,dpvision-native,opacus-hooks
     """
@@ -54,6 +55,7 @@ def bench(
             threads=threads,
             memory=memory,
             breakdown=breakdown,
+            jax_python=jax_python,
         )
         workload = {"model": model, "batch": batch, "image_size": image_size, "in_channels": in_channels}
         workload |= {"views": views, "microbatch_size": microbatch_size}
