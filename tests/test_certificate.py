@@ -22,11 +22,14 @@ from dpvision.certificate import (
     ALWAYS_UNCOVERED,
     COUNTED_UNITS,
     HAND_SEEDED,
+    HELD_OUT,
     NO_PRIVACY,
-    Disclosures,
+    TEST_SPLIT,
+    VOLUME,
     ReleaseFacts,
     build_certificate,
     differing_facts,
+    known_certificate_pages,
     parse_certificate,
     render_certificate_page,
     render_certificate_text,
@@ -237,24 +240,39 @@ def test_a_fork_is_charged_and_declared(tmp_path: Path) -> None:
 def test_what_is_declared_and_what_is_not_covered_is_always_said(tmp_path: Path) -> None:
     ledger = ledger_of(tmp_path)
     ledger.note("declare", {"what": "test split", "how": "a public folder"})
-    more = Disclosures(
-        declared=(("pre-training data", "ImageNet, licence X"), ALWAYS_DECLARED[0]),
-        not_covered=("The plateau schedule.", ALWAYS_UNCOVERED[0]),
-        stamps=("an experiment",),
-    )
-    made = certificate(tmp_path, disclosures=more)
+    ledger.note("declare", {"what": "first weights", "how": "trained on ImageNet, licence X"})
+    made = certificate(tmp_path)
     declared = [(item["what"], item["how"]) for item in made["declared"]]
     assert declared == [
         *ALWAYS_DECLARED,
         ("test split", "a public folder"),
-        ("pre-training data", "ImageNet, licence X"),
+        ("first weights", "trained on ImageNet, licence X"),
     ]
-    assert set(ALWAYS_UNCOVERED) | {"The plateau schedule."} <= set(made["not_covered"])
+    assert set(ALWAYS_UNCOVERED) <= set(made["not_covered"])
     assert len(made["not_covered"]) == len(set(made["not_covered"]))
-    assert made["stamps"] == ["an experiment"]
     text = render_certificate_text(made)
-    for phrase in (*(what for what, _ in declared), *made["not_covered"], "an experiment"):
+    for phrase in (*(what for what, _ in declared), *made["not_covered"]):
         assert phrase in text
+
+
+def test_units_that_are_held_out_are_named_as_uncovered(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path)
+    assert not any("held out" in text for text in certificate(tmp_path)["not_covered"])
+    ledger.note("declare", {"what": TEST_SPLIT, "how": f"10% of the units, {HELD_OUT}"})
+    assert any("units held out for testing" in text for text in certificate(tmp_path)["not_covered"])
+
+
+def test_the_page_says_where_mu_ends(tmp_path: Path) -> None:
+    ledger_of(tmp_path)
+    made = certificate(tmp_path)
+    page, earlier = known_certificate_pages(made)
+    assert page == render_certificate_page(made)
+    up_to = f"{made['gaussian_dp']['epsilon_up_to']:.4g}"
+    words = f"At every epsilon up to {up_to} the run is at least as private as one Gaussian"
+    assert words in page
+    assert words in earlier
+    assert "Beyond that epsilon mu proves nothing" in page
+    assert len(earlier) < len(page)
 
 
 def test_a_number_of_units_that_was_counted_with_noise_is_charged_and_not_declared(tmp_path: Path) -> None:
@@ -289,6 +307,19 @@ def test_a_person_with_several_examples_is_named_as_uncovered_unless_the_unit_is
     made = certificate(tmp_path / "patients", mechanism=patients)
     assert made["privacy_unit"] == "patient"
     assert not any("several examples" in text for text in made["not_covered"])
+
+
+def test_a_volume_is_not_called_a_patient_and_the_gap_is_named(tmp_path: Path) -> None:
+    """Files of whom nobody said whose they are: a patient with two of them is protected less."""
+    volumes = Mechanism(**{**MECHANISM.to_dict(), "privacy_unit": VOLUME})
+    ledger_of(tmp_path, mechanism=volumes)
+    made = certificate(tmp_path, mechanism=volumes)
+    assert made["privacy_unit"] == "volume"
+    assert "A patient with several volumes: each volume counts as a unit of its own." in made["not_covered"]
+    assert not any("several examples" in text or "several volumes: the" in text for text in made["not_covered"])
+    (picture,) = made["other_units"]
+    assert picture["unit"].startswith("one picture of a volume")
+    assert "patient" not in render_certificate_text(made).replace("A patient with several volumes", "")
 
 
 @pytest.mark.parametrize(("delta", "warned"), [(1e-4, False), (9.99e-4, False), (1e-3, True), (0.1, True)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from dpvision.flow import Microbatch
 from dpvision.grads import Performance, clipped_sum_of_batch
 from dpvision.keys import Keys
 from dpvision.mechanism import Mechanism
+from draws_support import draws_at_rate
 from grads_support import cross_entropy, distance, relative_error, total_norm
 
 FALSE_ALARM = 1e-6
@@ -239,18 +241,7 @@ def store_of(rows_of_unit: list[int], *, seed: int = 0) -> ImageStore:
     )
 
 
-def draws_of(
-    store: ImageStore, views: ViewSettings, *, rate: float = 1.0, rows_per_unit: int = 1, keys: Keys = KEYS
-) -> PoissonDraws:
-    mechanism = Mechanism(num_units=20, expected_batch_size=20 * rate, clip_norm=1.0, noise_multiplier=1.0, steps=10)
-    return PoissonDraws(
-        mechanism=mechanism,
-        store=store,
-        normalisation=NORMALISATION,
-        keys=keys,
-        rows_per_unit=rows_per_unit,
-        views=views,
-    )
+draws_of = partial(draws_at_rate, keys=KEYS, normalisation=NORMALISATION)
 
 
 def inputs_by_unit(draws: PoissonDraws, step: int, *, units: int = 4) -> dict[int, Tensor]:

@@ -222,8 +222,18 @@ def test_a_large_mismatch_is_a_note_and_not_an_error() -> None:
     assert mismatch_note(make_store([1] * 101), mechanism) is None
     note = mismatch_note(make_store([1] * 250), mechanism)
     assert note is not None
-    assert "declared as 100" in note
+    assert "is declared as 100" in note
     assert "holds 250 units" in note
+    assert "counted" not in note
+
+
+def test_a_number_that_was_counted_is_not_called_declared() -> None:
+    mechanism = make_mechanism(100, 10)
+    assert mismatch_note(make_store([1] * 100), mechanism, counted=True) is None
+    note = mismatch_note(make_store([1] * 250), mechanism, counted=True)
+    assert note is not None
+    assert "was counted with noise as 100" in note
+    assert "is declared" not in note
 
 
 # --- rows of units ---------------------------------------------------------------------------------------------------

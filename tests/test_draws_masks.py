@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpvision.data import ImageStore, Normalisation, PoissonDraws, ViewSettings, store_of_arrays
-from dpvision.data.views import AS_IT_IS, Padding, make_views, rotate
+from dpvision.data.views import Padding, make_views, rotate
 from dpvision.flow import Microbatch
 from dpvision.keys import Keys
-from dpvision.mechanism import Mechanism
+from draws_support import draws_at_rate
 
 SIDE = 12
 KEYS = Keys.from_seed(4, "test of masks in draws")
@@ -44,19 +45,7 @@ def store_of(rows_of_patient: list[int], *, seed: int = 0) -> ImageStore:
     )
 
 
-def draws_of(
-    store: ImageStore, views: ViewSettings = AS_IT_IS, *, rate: float = 1.0, rows_per_unit: int = 1
-) -> PoissonDraws:
-    mechanism = Mechanism(num_units=20, expected_batch_size=20 * rate, clip_norm=1.0, noise_multiplier=1.0, steps=10)
-    normalisation = Normalisation(mean=(0.0,), std=(1.0,), source="fixed")
-    return PoissonDraws(
-        mechanism=mechanism,
-        store=store,
-        normalisation=normalisation,
-        keys=KEYS,
-        rows_per_unit=rows_per_unit,
-        views=views,
-    )
+draws_of = partial(draws_at_rate, keys=KEYS, normalisation=Normalisation(mean=(0.0,), std=(1.0,), source="fixed"))
 
 
 def drawn(draws: PoissonDraws, step: int = 0, *, units: int = 8) -> list[Microbatch]:

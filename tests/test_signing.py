@@ -20,8 +20,8 @@ from dpvision.checks import ArgumentError, DPVisionError, TamperError
 from dpvision.cli import app
 from dpvision.keys import Keys
 from dpvision.runfolder import RunFolder, json_bytes, sha256_hex
-from dpvision.signing import fingerprint, load_private_key, load_public_key, make_keys
-from dpvision.verify import sign_release, verify
+from dpvision.signing import checked_signature, fingerprint, load_private_key, load_public_key, make_keys
+from dpvision.verify import check, sign_release, verify
 from test_verify import finish, make_run
 
 
@@ -156,6 +156,44 @@ def test_a_release_that_is_not_in_order_is_not_signed(place: Path) -> None:
     with pytest.raises(TamperError, match=r"metrics\.json"):
         sign(place)
     assert not (place / "run" / "release" / "signature.json").exists()
+
+
+def test_what_is_signed_are_the_bytes_that_were_checked(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release, examine = place / "run" / "release", check._examine
+
+    def then_swapped(path: Path, key: bytes | None) -> Any:
+        """Somebody puts other weights and a manifest that names them into the release, right after the check."""
+        examined = examine(path, key)
+        (release / "weights.safetensors").write_bytes(b"others")
+        hashes = json.loads((release / "manifest.json").read_bytes())
+        hashes["weights.safetensors"] = sha256_hex(b"others")
+        (release / "manifest.json").write_bytes(json_bytes(hashes))
+        return examined
+
+    checked = (release / "manifest.json").read_bytes()
+    monkeypatch.setattr(check, "_examine", then_swapped)
+    sign(place)
+    monkeypatch.undo()
+    assert "signature.json is of another manifest" in verify(place / "run", key=own_key(place)).problems[0]
+    checked_signature((release / "signature.json").read_bytes(), checked, name="signature.json")
+
+
+def test_a_certificate_alone_is_not_signed(place: Path) -> None:
+    (place / "alone").mkdir()
+    for name in ("certificate.json", "ledger.jsonl"):
+        shutil.copy(place / "run" / "release" / name, place / "alone")
+    with pytest.raises(ArgumentError, match="a certificate alone can't be signed"):
+        sign_release(place / "alone" / "certificate.json", place / "own", ask_password=no_password)
+    assert not (place / "alone" / "signature.json").exists()
+
+
+def test_nothing_is_attached_to_a_run_that_somebody_else_is_writing(place: Path) -> None:
+    (place / "audit.json").write_bytes(b"{}")
+    with RunFolder.open(place / "run") as folder:
+        folder.lock()
+        with pytest.raises(DPVisionError, match="in use by process"):
+            attach(place / "run", place / "audit.json")
+    attach(place / "run", place / "audit.json")
 
 
 def test_a_release_away_from_its_run_can_be_signed(place: Path) -> None:

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 import dpvision.training.origin as origin_module
 from dpvision import models
-from dpvision.certificate import HISTORY, NOT_FOR_RELEASE, history_digest
+from dpvision.card import model_card
+from dpvision.certificate import HISTORY, NOT_FOR_RELEASE, history_digest, render_certificate_page
 from dpvision.checks import ArgumentError, TamperError
 from dpvision.config import PriorRelease, RunConfig, TransferConfig, parse_config
 from dpvision.data import fixed_normalisation
@@ -54,7 +55,7 @@ def declared(certificate: dict[str, Any]) -> dict[str, str]:
 
 
 def edit_release(run: Path, change: Callable[[dict[str, Any]], object], name: str = "certificate.json") -> None:
-    """Change a file and make all hashes that name it fit again, as somebody would who means to deceive."""
+    """Change a file and make pages and hashes fit it again, as somebody would who means to deceive."""
     release = run / "release"
     values = json.loads((release / name).read_text())
     change(values)
@@ -62,8 +63,13 @@ def edit_release(run: Path, change: Callable[[dict[str, Any]], object], name: st
     if name == "config.json":
         digest = file_sha256(release / name)
         edit_release(run, lambda certificate: certificate.update(config_sha256=digest))
+    certificate, metrics, config = (
+        json.loads((release / file).read_text()) for file in ("certificate.json", "metrics.json", "config.json")
+    )
+    (release / "certificate.md").write_text(render_certificate_page(certificate))
+    (release / "model_card.md").write_text(model_card(certificate, metrics=metrics, config=config))
     hashes = json.loads((release / "manifest.json").read_text())
-    hashes[name] = file_sha256(release / name)
+    hashes |= {file: file_sha256(release / file) for file in (name, "certificate.md", "model_card.md")}
     (release / "manifest.json").write_bytes(json_bytes(hashes))
 
 

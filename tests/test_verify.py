@@ -29,9 +29,16 @@ from dpvision.runfolder import RunFolder, json_bytes, sha256_hex, weights_bytes
 from dpvision.verify import MAY_CLAIM_LESS, verify
 
 MECHANISM = Mechanism(num_units=1000, expected_batch_size=100.0, clip_norm=0.5, noise_multiplier=1.5, steps=6)
-CONFIG_TEXT = '{\n  "name": "run"\n}\n'
 HEADER = {"run_id": "r1", "privacy_unit": "example", "adjacency": "add_remove", "num_units": 1000, "delta": 1e-4}
+DATA = {"source": "digits", "class_names": ["zero", "one"], "image_shape": [1, 8, 8], "num_units": 1000}
 Values = dict[str, Any]
+
+
+def config_text(*, transfer: Values | None = None, **privacy: Any) -> str:
+    """A configuration that fits ``HEADER``, where ``privacy`` does not say otherwise."""
+    facts = {name: value for name, value in HEADER.items() if name != "run_id"}
+    values = {"data": {"source": "digits"}, "name": "run", "privacy": {"enabled": True, **facts, **privacy}}
+    return json_bytes(values if transfer is None else {**values, "transfer": transfer}).decode()
 
 
 def finish(
@@ -39,11 +46,11 @@ def finish(
     *,
     mechanism: Mechanism | None = MECHANISM,
     hand_seeded: bool = False,
-    config: str = CONFIG_TEXT,
+    config: str | None = None,
 ) -> None:
-    weights = weights_bytes({"weight": torch.arange(6.0)})
+    weights, config = weights_bytes({"weight": torch.arange(6.0)}), config or config_text()
     hashes = {"weights_sha256": sha256_hex(weights), "config_sha256": sha256_hex(config.encode())}
-    facts = ReleaseFacts(**hashes, data={"source": "digits"}, software={"dpvision": "0.1.0"})
+    facts = ReleaseFacts(**hashes, data=DATA, software={"dpvision": "0.1.0"})
     certificate = build_certificate(
         ledger=read_ledger(folder.ledger_path), mechanism=mechanism, hand_seeded=hand_seeded, release=facts
     )
@@ -54,7 +61,7 @@ def finish(
 def make_run(path: Path, *, keys: Keys, steps: int = 6) -> RunFolder:
     folder = RunFolder.create(path)
     folder.save_key(keys, run_id="r1", bindings=[{"data": "a"}])
-    folder.write_config(CONFIG_TEXT)
+    folder.write_config(config_text())
     ledger = Ledger.create(folder.ledger_path, HEADER)
     ledger.note("declare", {"what": "test split", "how": "a public folder"})
     for step in range(steps):
@@ -141,7 +148,21 @@ LIES: dict[str, tuple[Callable[[Values], Any], str]] = {
     "for release in spite of a stamp": (put(["hand-seeded"], "stamps"), "for_release"),
     "not for release without a stamp": (put(False, "for_release"), "for_release"),
     "a declaration is gone": (lambda v: v["declared"].pop(), "does not declare 'test split'"),
+    "a declaration more": (
+        lambda v: v["declared"].append({"what": "all pictures", "how": "declared public"}),
+        "declares 'all pictures' .*the ledger does not",
+    ),
+    "a declaration twice": (lambda v: v["declared"].append(v["declared"][0]), "there twice"),
     "a gap is hidden": (remove_first("not_covered"), "not_covered lacks"),
+    "a gap that is none": (lambda v: v["not_covered"].append("Only rare diseases."), "not_covered has what the ledger"),
+    "a stamp that nobody gave": (
+        lambda v: v.update(stamps=["an experiment"], for_release=False),
+        "stamp is not one of the ledger's: an experiment",
+    ),
+    "fewer units in the data": (put(10, "data", "num_units"), r"data\.num_units is 10, the ledger's 1000"),
+    "no units in the data": (lambda v: v["data"].pop("num_units"), r"data\.num_units is None"),
+    "more about the data": (put("yes", "data", "consent"), "data must be source, class_names"),
+    "a strange shape": (put(5, "data", "image_shape"), "data must be source, class_names"),
     "a lower curve": (put(0.1, "curve", 2, "epsilon"), r"epsilon at delta 1e-06 claims LESS"),
     "a point too few": (remove_first("curve"), "curve must have"),
     "a point too many": (lambda v: v["curve"].append({"delta": 0.5, "epsilon": 0.0}), "curve must have"),
@@ -186,7 +207,7 @@ def test_the_figure_for_owners_is_recomputed(tmp_path: Path) -> None:
         ledger = Ledger.create(folder.ledger_path, {**HEADER, "most_rows_per_owner": 2})
         for step in range(2):
             ledger.charge(MECHANISM.step_event, step=step)
-        finish(folder)
+        finish(folder, config=config_text(most_rows_per_owner=2))
     path = tmp_path / "run" / "release" / "certificate.json"
     (other,) = json.loads(path.read_bytes())["other_units"]
     assert other["epsilon"] > json.loads(path.read_bytes())["epsilon"]
@@ -200,7 +221,7 @@ def test_the_figure_for_owners_is_recomputed(tmp_path: Path) -> None:
 
 def test_a_history_of_the_first_weights_that_was_rewritten_is_named(tmp_path: Path) -> None:
     transfer = {"weights": "w.safetensors", "source": "patients of another clinic"}
-    config = json.dumps({"name": "run", "transfer": transfer})
+    config = config_text(transfer=transfer)
     for noted, told, in_order in ((transfer, config, True), ({**transfer, "source": "public"}, config, False)):
         path = tmp_path / str(in_order)
         with RunFolder.create(path) as folder:
@@ -302,7 +323,7 @@ def test_a_hand_seeded_run_is_in_order_only_if_it_says_so(tmp_path: Path) -> Non
 def test_a_run_without_privacy_is_in_order_and_not_for_release(tmp_path: Path) -> None:
     with RunFolder.create(tmp_path / "run") as folder:
         Ledger.create(folder.ledger_path, {**HEADER, "delta": None})
-        finish(folder, mechanism=None)
+        finish(folder, mechanism=None, config=config_text(enabled=False, delta=None))
     found = verify(tmp_path / "run")
     assert (found.ok, found.for_release, found.epsilon) == (True, False, None)
     edit_certificate(tmp_path / "run" / "release" / "certificate.json", lambda v: v.update(stamps=[], for_release=True))
@@ -348,7 +369,9 @@ NONSENSE = (
 )
 
 
-@pytest.mark.parametrize("name", ["certificate.json", "manifest.json", "ledger.jsonl", "weights.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["certificate.json", "manifest.json", "ledger.jsonl", "weights.safetensors", "config.json", "metrics.json"]
+)
 @pytest.mark.parametrize("content", NONSENSE, ids=range(len(NONSENSE)))
 def test_any_bytes_are_named_without_a_traceback(run: Path, name: str, content: bytes) -> None:
     (run / "release" / name).write_bytes(content)
@@ -426,11 +449,10 @@ def check_certificate_damage(run: Path, *, cases: int, seed: int) -> None:
     (run / "release" / "manifest.json").unlink()
     path = run / "release" / "certificate.json"
     values, rng = json.loads(path.read_bytes()), random.Random(seed)
-    for name in ("data", "software"):  # descriptions: the certificate alone can't know better
-        assert isinstance(values[name], dict)
+    assert isinstance(values["software"], dict)  # versions: the certificate alone can't know better
     for _ in range(cases):
         changed = copy.deepcopy(values)
-        name = rng.choice([name for name in values if name not in {"data", "software"}])
+        name = rng.choice([name for name in values if name != "software"])
         changed[name] = rng.choice([None, 0, -1, 10**9, "x", [], {}, [{}], True, 0.37, float("1e300")])
         if changed[name] == values[name]:
             continue
@@ -452,7 +474,7 @@ def test_the_command_says_what_it_found_by_its_exit_code(run: Path) -> None:
     good = command(str(run))
     assert good.exit_code == 0
     assert "In order" in good.stdout
-    (run / "release" / "metrics.json").write_bytes(b"{}")
+    (run / "release" / "metrics.json").write_bytes(b"{}\n")
     (run / "release" / "a\x1b[31m\nb").write_bytes(b"")
     bad = command(str(run))
     assert bad.exit_code == 1
@@ -472,7 +494,7 @@ def test_the_command_speaks_json(run: Path) -> None:
     assert good["ok"] is True
     assert good["problems"] == []
     assert good["epsilon"] == good["claimed_epsilon"]
-    (run / "release" / "metrics.json").write_bytes(b"{}")
+    (run / "release" / "metrics.json").write_bytes(b"{}\n")
     bad = command(str(run), "--json")
     assert bad.exit_code == 1
     assert len(json.loads(bad.stdout)["problems"]) == 1

@@ -23,8 +23,9 @@ def attach(run: Path, file: Path) -> Path:
     if file.resolve().is_relative_to((run / "private").resolve()):
         raise ArgumentError(f"{file} lies in private/, from which nothing is released.")
     content = read_file(file, limit=LARGEST)
-    certificate, _ = require_verified(run)
-    named = with_attachment(certificate.model_dump(), name=file.name, sha256=sha256_hex(content))
     with RunFolder.open(run) as folder:
+        folder.lock()  # from here on nobody else lets the run go on under a certificate that was checked
+        certificate, _ = require_verified(run)
+        named = with_attachment(certificate.model_dump(), name=file.name, sha256=sha256_hex(content))
         folder.attach(file.name, content, certificate=named, pages={CERTIFICATE_PAGE: render_certificate_page(named)})
         return folder.release / file.name

@@ -186,7 +186,7 @@ TRANSFER = (
         "verify/check.py",
         (
             "a release that is not in order will do",
-            "if found.problems or certificate is None",
+            "if problems or certificate is None",
             "if certificate is None",
         ),
     ),

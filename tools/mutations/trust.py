@@ -82,8 +82,12 @@ TRUST: tuple[Mutation, ...] = (
     ),
     *mutations(
         "test_verify",
-        "verify/files.py",
-        ("a rewritten history passes", "        same = told == noted_history(entries)", "        same = True"),
+        "verify/settings.py",
+        (
+            "a rewritten history passes",
+            'same = history_digest(config.get("transfer")) == noted_history(entries)',
+            "same = True",
+        ),
     ),
     *mutations(
         "test_signing",
@@ -110,13 +114,13 @@ TRUST: tuple[Mutation, ...] = (
     *mutations(
         "test_signing",
         "verify/check.py",
-        ("a broken release is signed", "    require_verified(path)\n    release", "    release"),
+        ("a broken release is signed", "    _in_order(examined)\n", ""),
     ),
     *mutations(
         "test_signing",
         "runfolder/folder.py",
         ("a signed release takes more files", "        if (self.release / SIGNATURE).exists():", "        if False:"),
-        ("an old signature stays", "for name in (SIGNATURE, MANIFEST):", "for name in (MANIFEST,):"),
+        ("an old signature stays", "spoken = (SIGNATURE, MANIFEST,", "spoken = (MANIFEST,"),
     ),
     *mutations(
         "test_training",
@@ -161,5 +165,136 @@ TRUST: tuple[Mutation, ...] = (
         "test_accounting_groups",
         "accounting/pld.py",
         ("an epsilon below zero", "return max(0.0, shift**2 / 2", "return max(-9.0, shift**2 / 2"),
+    ),
+    *mutations(
+        "test_verify_release",
+        "verify/settings.py",
+        (
+            "a setting that is not the ledger's passes",
+            "same = claimed == known and isinstance(claimed, bool) == isinstance(known, bool)",
+            "same = True",
+        ),
+        ("a number passes for a yes", " and isinstance(claimed, bool) == isinstance(known, bool)", ""),
+        ("privacy may be off in the configuration", "findings.require(enabled is private,", "findings.require(True,"),
+        (
+            "noise of counts is not compared",
+            "same = noise == event.noise_multiplier and (event.sample_rate, count) == (1.0, 1)",
+            "same = True",
+        ),
+        (
+            "looks that nobody paid for pass",
+            "for purpose in configured.keys() - {event.purpose for event, _ in charged}:",
+            "for purpose in ():",
+        ),
+        (
+            "other data in the configuration pass",
+            'findings.require(not names or source in names, f"config',
+            'findings.require(True, f"config',
+        ),
+    ),
+    *mutations(
+        "test_verify_release",
+        "verify/pages.py",
+        ("any page passes", "same = read_file(path) in pages", "same = True"),
+        ("any card passes", "same = read_file(card) == made.encode()", "same = True"),
+        ("a cheap curve passes", "same = known * (1 - MAY_CLAIM_LESS) <= claimed <= whole", "same = claimed <= whole"),
+        ("the end of a long curve is not looked at", "curve[:: -max(", "curve[:: max("),
+        ("final figures may be others", "findings.require(_close(measured, claimed), text)", "pass"),
+        (
+            "a class may have any accuracy",
+            'findings.require(_close(mean, final.get("accuracy")), text)',
+            "pass",
+        ),
+        ("another task passes", "findings.require(task == known,", "findings.require(True,"),
+    ),
+    *mutations(
+        "test_verify",
+        "verify/claims.py",
+        ("a declaration more passes", "findings.require((what, how) in wanted,", "findings.require(True,"),
+        ("a gap that is none passes", "findings.require(text in uncovered,", "findings.require(True,"),
+        ("a line that is there twice passes", "findings.require(not twice,", "findings.require(True,"),
+        ("another number of units passes", 'same = data.get("num_units") == num_units', "same = True"),
+        (
+            "anything may be said of the data",
+            'findings.require(same, f"certificate: data must',
+            'findings.require(True, f"certificate: data must',
+        ),
+        (
+            "a stamp that nobody gave passes",
+            'findings.require(known, f"certificate: its stamp',
+            'findings.require(True, f"certificate: its stamp',
+        ),
+    ),
+    *mutations(
+        "test_signing",
+        "verify/check.py",
+        (
+            "another manifest is signed than was checked",
+            "signature_bytes(manifest, key)",
+            'signature_bytes((release / "manifest.json").read_bytes(), key)',
+        ),
+    ),
+    *mutations(
+        "test_certificate",
+        "certificate/text.py",
+        (
+            "mu has no end",
+            "(Gaussian differential privacy, mu).{_WHERE_MU_ENDS}",
+            "(Gaussian differential privacy, mu).",
+        ),
+    ),
+    *mutations(
+        "test_certificate",
+        "certificate/claims.py",
+        ("held-out units pass for covered", "if any(what == TEST_SPLIT and", "if False and any(what == TEST_SPLIT and"),
+        ("several volumes of a patient are not named", "    if unit == VOLUME:", "    if False:"),
+    ),
+    *mutations(
+        "test_units",
+        "training/units.py",
+        ("a file passes for a patient", "usual = VOLUME if by_file else ", "usual = "),
+    ),
+    *mutations(
+        "test_units",
+        "training/prepare.py",
+        (
+            "a public test may lie among the private pictures",
+            "if around or test.is_relative_to(private):",
+            "if around:",
+        ),
+        (
+            "a public test may lie around the private pictures",
+            "if around or test.is_relative_to(private):",
+            "if test.is_relative_to(private) and test != private:",
+        ),
+        (
+            "a training part is its own public test",
+            "private = split_folders(source)[0].resolve() if source.is_dir() else source",
+            "private = source",
+        ),
+    ),
+    *mutations(
+        "test_draws",
+        "data/draws.py",
+        (
+            "a counted number is called declared",
+            'origin = "was counted with noise" if counted else "is declared"',
+            'origin = "is declared"',
+        ),
+    ),
+    *mutations(
+        "test_counting",
+        "training/prepare.py",
+        ("whoever is told does not hear of the count", "config.mechanism, counted=counted)", "config.mechanism)"),
+    ),
+    *mutations(
+        "test_counting",
+        "training/counting.py",
+        ("a refusal tells the count", "    require_plan_that_fits_any(config)\n", ""),
+    ),
+    *mutations(
+        "test_counting",
+        "training/start.py",
+        ("units are counted for an occupied folder", "    RunFolder.require_new(path)\n    keys", "    keys"),
     ),
 )

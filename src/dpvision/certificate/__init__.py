@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dpvision.certificate.build import Disclosures, ReleaseFacts, build_certificate, with_attachment
+from dpvision.certificate.build import ReleaseFacts, build_certificate, with_attachment
 from dpvision.certificate.claims import (
     ALWAYS_DECLARED,
     ALWAYS_UNCOVERED,
     COUNTED_UNITS,
     HAND_SEEDED,
+    HELD_OUT,
     HISTORY,
     NO_PRIVACY,
     NOT_FOR_RELEASE,
+    PIXEL_STATISTICS,
     SHOWN_PICTURES,
+    TEST_SPLIT,
     TRAINING_DATA,
     deployment,
     differing_facts,
@@ -23,7 +26,7 @@ from dpvision.certificate.claims import (
 )
 from dpvision.certificate.figures import ROW_UNITS, VOLUME, Spent, charged_list, other_units, spent_by, steps_taken
 from dpvision.certificate.layout import FORMAT, Attachment, Certificate, OtherUnit, parse_certificate
-from dpvision.certificate.text import render_certificate_page, render_certificate_text
+from dpvision.certificate.text import known_certificate_pages, render_certificate_page, render_certificate_text
 
 __all__ = [
     "ALWAYS_DECLARED",
@@ -31,16 +34,18 @@ __all__ = [
     "COUNTED_UNITS",
     "FORMAT",
     "HAND_SEEDED",
+    "HELD_OUT",
     "HISTORY",
     "NOT_FOR_RELEASE",
     "NO_PRIVACY",
+    "PIXEL_STATISTICS",
     "ROW_UNITS",
     "SHOWN_PICTURES",
+    "TEST_SPLIT",
     "TRAINING_DATA",
     "VOLUME",
     "Attachment",
     "Certificate",
-    "Disclosures",
     "OtherUnit",
     "ReleaseFacts",
     "Spent",
@@ -49,6 +54,7 @@ __all__ = [
     "deployment",
     "differing_facts",
     "history_digest",
+    "known_certificate_pages",
     "noted_history",
     "other_units",
     "parse_certificate",

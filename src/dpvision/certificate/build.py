@@ -42,34 +42,25 @@ class ReleaseFacts:
     software: Mapping[str, Any]
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Disclosures:
-    """What the run adds to the lists that every certificate has. ``stamps`` are reasons not to release."""
-
-    declared: tuple[tuple[str, str], ...] = ()
-    not_covered: tuple[str, ...] = ()
-    stamps: tuple[str, ...] = ()
-
-
 def build_certificate(
     *,
     ledger: Sequence[Entry],
     mechanism: Mechanism | None,
     hand_seeded: bool,
     release: ReleaseFacts,
-    disclosures: Disclosures | None = None,
 ) -> dict[str, Any]:
     """The certificate of a run, from the entries of its ledger; ``mechanism`` is None without privacy.
 
+    All that it declares stands in the ledger, so that ``verify`` can ask for exactly that.
+
     Guarantee: epsilon covers every charge in the ledger, and a run that must not be released says so.
     """
-    header, more = ledger[0].payload, disclosures or Disclosures()
+    header = ledger[0].payload
     _require_same_facts(header, mechanism)
     charges = charges_of(ledger)
     spent = spent_by(charges, delta=header["delta"], adjacency=header["adjacency"])
     stamps = [HAND_SEEDED] if hand_seeded else []
-    stamps = unique([*stamps, *required_stamps(ledger, mechanism), *more.stamps])
+    stamps = unique([*stamps, *required_stamps(ledger, mechanism)])
     certificate = Certificate(
         format=FORMAT,
         for_release=not stamps,
@@ -90,8 +81,8 @@ def build_certificate(
         divisor=None if mechanism is None else mechanism.divisor,
         steps_taken=steps_taken(charges),
         charged=charged_list(charges),
-        declared=[Declared(what=what, how=how) for what, how in unique([*required_declared(ledger), *more.declared])],
-        not_covered=unique([*required_uncovered(header), *more.not_covered]),
+        declared=[Declared(what=what, how=how) for what, how in required_declared(ledger)],
+        not_covered=required_uncovered(ledger),
         deployment=deployment(header),
         ledger=LedgerMark(length=len(ledger), head=ledger[-1].hash),
         weights_sha256=release.weights_sha256,

@@ -17,10 +17,13 @@ NOT_FOR_RELEASE = "not for release"  # a note of the ledger that is a stamp of t
 TRAINING_DATA = "training data"
 SHOWN_PICTURES = "test pictures in the release"  # a declaration without which no picture leaves the house
 HISTORY = "history of the first weights"
+TEST_SPLIT = "test split"
+HELD_OUT = "held out of training by a keyed draw and declared public: this run's epsilon does not protect them"
 ALWAYS_DECLARED: tuple[tuple[str, str], ...] = (
     ("num_units, class names and picture shape", "declared public by whoever configured the run"),
 )
-COUNTED_UNITS = "number of units"  # the purpose of a charge: a number that nobody declared, counted with noise
+# Purposes of charges besides the training steps: what nobody declared is computed from the data, with noise.
+COUNTED_UNITS, PIXEL_STATISTICS = "number of units", "normalisation statistics"
 _DECLARED_BESIDE_A_COUNT = (("class names and picture shape", ALWAYS_DECLARED[0][1]),)
 ALWAYS_UNCOVERED: tuple[str, ...] = (
     "How hyper-parameters, architecture and clip norm were chosen outside this run.",
@@ -68,8 +71,9 @@ def required_declared(ledger: Sequence[Entry]) -> list[tuple[str, str]]:
     return unique([*facts, *notes, *forks])
 
 
-def required_uncovered(header: Mapping[str, Any]) -> list[str]:
-    """What every certificate under this header says that it does not cover."""
+def required_uncovered(ledger: Sequence[Entry]) -> list[str]:
+    """What every certificate of this ledger says that it does not cover."""
+    header = ledger[0].payload
     found, unit = list(ALWAYS_UNCOVERED), header["privacy_unit"]
     if unit in ROW_UNITS:
         most_rows = header.get("most_rows_per_owner")
@@ -86,6 +90,8 @@ def required_uncovered(header: Mapping[str, Any]) -> list[str]:
             f"Delta {header['delta']:g} is not below 1/{header['num_units']}: a mechanism that publishes one "
             f"{unit} in full could keep such a guarantee."
         )
+    if any(what == TEST_SPLIT and how.endswith(HELD_OUT) for what, how in required_declared(ledger)):
+        found.append("The units held out for testing: figures on them are published without noise.")
     return found
 
 

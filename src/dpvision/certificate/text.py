@@ -10,6 +10,7 @@ from dpvision.certificate.layout import Certificate, parse_certificate
 from dpvision.mechanism import Guarantee
 from dpvision.rounding import rounded_up
 
+_WHERE_MU_ENDS = " Beyond that epsilon mu proves nothing: only the curve does."
 _SPECIAL = str.maketrans({c: f"\\{c}" for c in "\\`*_[]<>|#"})
 
 
@@ -77,6 +78,12 @@ def render_certificate_page(certificate: Mapping[str, Any]) -> str:
     return "\n\n".join(_sections(parse_certificate(certificate))) + "\n"
 
 
+def known_certificate_pages(certificate: Mapping[str, Any]) -> tuple[str, ...]:
+    """The page, and as it was before it said where mu ends: releases of that time are still right."""
+    page = render_certificate_page(certificate)
+    return page, page.replace(_WHERE_MU_ENDS, "")
+
+
 def _sections(certificate: Certificate) -> Iterator[str]:
     yield "# Privacy certificate"
     yield "Made from certificate.json alone; `dpvision verify` recomputes every figure from the ledger beside it."
@@ -106,7 +113,7 @@ def _curve_sections(certificate: Certificate) -> Iterator[str]:
     if gaussian is not None:
         yield (
             f"At every epsilon up to {gaussian.epsilon_up_to:.4g} the run is at least as private as one Gaussian "
-            f"release of shift {rounded_up(gaussian.mu)} (Gaussian differential privacy, mu)."
+            f"release of shift {rounded_up(gaussian.mu)} (Gaussian differential privacy, mu).{_WHERE_MU_ENDS}"
         )
     if certificate.attack_success:
         rates = [

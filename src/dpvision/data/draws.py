@@ -205,18 +205,23 @@ def choose_without_replacement(words: NDArray[np.uint64], counts: NDArray[np.int
     return chosen
 
 
-def mismatch_note(store: ImageStore, mechanism: Mechanism) -> str | None:
-    """What to tell whoever declared a number of units far from what the store holds; None if it is near.
+def mismatch_note(store: ImageStore, mechanism: Mechanism, *, counted: bool = False) -> str | None:
+    """What to tell whoever takes a number of units far from what the store holds; None if it is near.
 
-    A note, never an error: what a run does must not depend on how many units there are.
+    ``counted``: nobody declared the number, it was counted with noise. A note, never an error: what a run does must not
+    depend on how many units there are.
     """
-    found, declared = store.num_units, mechanism.num_units
-    if abs(found - declared) <= LARGE_MISMATCH * declared:
+    found, taken = store.num_units, mechanism.num_units
+    if abs(found - taken) <= LARGE_MISMATCH * taken:
         return None
+    origin = "was counted with noise" if counted else "is declared"
+    remedy = (
+        "declare a number that may be public, and nothing is counted" if counted else "declare a rounder, nearer number"
+    )
     return (
-        f"num_units is declared as {declared}, but the data holds {found} units: each still joins a step with "
+        f"num_units {origin} as {taken}, but the data holds {found} units: each still joins a step with "
         f"probability {mechanism.sample_rate:g}, so about {found * mechanism.sample_rate:g} units join, while the sum "
-        f"is divided by {mechanism.expected_batch_size:g}. The guarantee holds; declare a rounder, nearer number."
+        f"is divided by {mechanism.expected_batch_size:g}. The guarantee holds; {remedy}."
     )
 
 

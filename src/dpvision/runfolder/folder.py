@@ -66,9 +66,8 @@ class RunFolder:
     def create(path: Path) -> RunFolder:
         """A new, empty run folder, locked. A folder that holds anything already is left alone."""
         folder = RunFolder(path)
+        RunFolder.require_new(path)
         with disk_errors(f"make the run folder {path}"):
-            if path.is_dir() and any(path.iterdir()):
-                raise ArgumentError(f"{path} must be a new or an empty folder. Choose another one, or resume that run.")
             path.mkdir(parents=True, exist_ok=True)
             folder._claim()
             folder.release.mkdir(exist_ok=True)
@@ -76,6 +75,13 @@ class RunFolder:
             sync_folder(path)
         folder.lock()
         return folder
+
+    @staticmethod
+    def require_new(path: Path) -> None:
+        """Refuse a folder that holds anything already; nothing is made."""
+        with disk_errors(f"make the run folder {path}"):
+            if path.is_dir() and any(path.iterdir()):
+                raise ArgumentError(f"{path} must be a new or an empty folder. Choose another one, or resume that run.")
 
     def _claim(self) -> None:
         """Make ``private/``: of several processes that try to begin a run here, one succeeds."""

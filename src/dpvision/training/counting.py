@@ -32,6 +32,7 @@ def with_number_of_units(config: RunConfig, store: ImageStore, keys: Keys) -> tu
         )
     if not privacy.enabled or privacy.num_units is not None or config.data.source in known_sources():
         return config, ()
+    require_plan_that_fits_any(config)
     noise = privacy.count_noise_multiplier or UNITS_OF_NOISE / (privacy.target_epsilon or USUAL_TARGET)
     (normal,) = standard_normals(keys.derive("statistics", COUNT), 1)
     noisy = max(1, two_digits(max(1, round(store.num_units + noise * float(normal)))))
@@ -41,6 +42,24 @@ def with_number_of_units(config: RunConfig, store: ImageStore, keys: Keys) -> tu
     reason = f"counted with noise of about {noise:.0f}, which is charged; declare it to choose it"
     config = config.model_copy(update={"privacy": privacy.model_copy(update=update)})
     return config, (Choice("num_units", str(noisy), reason),)
+
+
+def require_plan_that_fits_any(config: RunConfig) -> None:
+    """Refuse, before anybody counts, a plan that would be refused for some numbers of units and not for others.
+
+    A refused command charges nothing: what it says, and that it is refused, must not tell what was counted.
+    """
+    privacy, transfer = config.privacy, config.transfer
+    if privacy.noise_multiplier is not None and privacy.target_epsilon is not None:
+        raise ArgumentError(
+            "noise_multiplier and target_epsilon together need num_units: whether the plan stays within the target "
+            "would tell how many units were counted. Declare num_units, or leave one of the two open."
+        )
+    if transfer is not None and transfer.head_steps is not None and privacy.steps is None:
+        raise ArgumentError(
+            "head_steps needs steps where units are counted: how many are proposed depends on the count. Give steps, "
+            "or declare num_units."
+        )
 
 
 def count_charges(config: RunConfig) -> tuple[tuple[Event, int], ...]:

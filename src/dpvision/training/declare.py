@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpvision.accounting import mechanism_guarantee
-from dpvision.certificate import SHOWN_PICTURES
+from dpvision.certificate import HELD_OUT, SHOWN_PICTURES, TEST_SPLIT
 from dpvision.config import RunConfig, ViewsConfig
 from dpvision.ledger import Ledger
 from dpvision.training.ancestry import note_ancestry, transfer_declarations
@@ -17,7 +17,7 @@ from dpvision.transfer import KNOWN_WEIGHTS
 
 def declarations(config: RunConfig, pictures: Pictures) -> list[tuple[str, str]]:
     """Pairs of (what, how) for everything that is declared instead of charged."""
-    found = [("privacy units", units_come_from(config, pictures)), ("test split", test_split(config, pictures))]
+    found = [("privacy units", units_come_from(config, pictures)), (TEST_SPLIT, test_split(config, pictures))]
     found += rows_of_owners(config)
     if may_show_pictures(config):
         found.append(
@@ -64,13 +64,6 @@ def views_text(config: RunConfig) -> str:
     return f"{config.views.count} a picture, averaged before the clip; how they vary is in the configuration"
 
 
-def not_covered(pictures: Pictures) -> tuple[str, ...]:
-    """What this run leaves unprotected besides what every run with its header does."""
-    if pictures.held_out:
-        return ("The units held out for testing: figures on them are published without noise.",)
-    return ()
-
-
 def units_come_from(config: RunConfig, pictures: Pictures) -> str:
     """Who said which rows belong together."""
     data, alone = config.data, "each picture is a unit of its own"
@@ -100,9 +93,5 @@ def rows_of_owners(config: RunConfig) -> list[tuple[str, str]]:
 def test_split(config: RunConfig, pictures: Pictures) -> str:
     """Where the test pictures come from."""
     if pictures.held_out:
-        share = config.data.holdout_fraction
-        return (
-            f"{share:.0%} of the units, held out of training by a keyed draw and declared public: this run's epsilon "
-            "does not protect them"
-        )
+        return f"{config.data.holdout_fraction:.0%} of the units, {HELD_OUT}"
     return f"{Path(config.data.test or config.data.source).name}, declared public"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import final
 
 from dpvision.accounting import Charges, calibrate_noise_multiplier, mechanism_guarantee
+from dpvision.certificate import PIXEL_STATISTICS
 from dpvision.checks import ArgumentError
 from dpvision.config import DataConfig, RunConfig, parse_config, required
 from dpvision.data import (
@@ -27,10 +28,16 @@ from dpvision.optim import OptimizerSettings
 from dpvision.rounding import rounded_up
 from dpvision.training.counting import count_charges, with_number_of_units
 from dpvision.training.origin import resolved_transfer
-from dpvision.training.proposals import DEFAULT_IMAGE_SIZE, DEFAULT_MASK_SIZE, Choice, Facts, fill_open_settings
+from dpvision.training.proposals import (
+    DEFAULT_IMAGE_SIZE,
+    DEFAULT_MASK_SIZE,
+    Choice,
+    Facts,
+    fill_open_settings,
+    require_fitting_model,
+)
 from dpvision.training.units import limited_rows, name_units
 
-STATISTICS = "normalisation statistics"
 HEAD_CLIP_NORM, HEAD_RATE = 0.1, 4.0
 
 
@@ -134,10 +141,13 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
         num_classes=pictures.train.num_classes,
         image_shape=pictures.train.image_shape,
     )
+    config = name_normalisation(config, pictures)
+    require_other_pictures(config)
+    if config.model is not None:
+        require_fitting_model(config.model, masks=config.task == "segmentation")
+    # The first number that depends on the data, not charged yet: what is refused below does not depend on it.
     config, counted = with_number_of_units(config, pictures.train, keys)
     config, chosen = fill_open_settings(config, facts)
-    require_other_pictures(config)
-    config = name_normalisation(config, pictures)
     require_both_phases(config)
     if config.privacy.enabled:
         config = calibrate(config)
@@ -193,7 +203,8 @@ def notes(config: RunConfig, pictures: Pictures) -> tuple[str, ...]:
         shared = set(pictures.train.names_of_units) & set(pictures.test.names_of_units)
         if shared and pictures.train.owners is not None and not pictures.held_out:
             found.append(f"{len(shared)} owners of training pictures are in the public test set too: not protected.")
-        mismatch = mismatch_note(pictures.train, config.mechanism)
+        counted = bool(count_charges(config))
+        mismatch = mismatch_note(pictures.train, config.mechanism, counted=counted)
         found += [] if mismatch is None else [mismatch]
     else:
         found.append("training WITHOUT privacy: this run has no guarantee.")
@@ -235,7 +246,7 @@ def statistics_charges(config: RunConfig) -> Charges:
     """What constants for the pixels cost, if they are computed from the private pictures."""
     if config.privacy.enabled and config.data.normalisation == "released":
         noise = config.data.statistics_noise_multiplier
-        return ((Event(sample_rate=1.0, noise_multiplier=noise, purpose=STATISTICS), 1),)
+        return ((Event(sample_rate=1.0, noise_multiplier=noise, purpose=PIXEL_STATISTICS), 1),)
     return ()
 
 

@@ -12,10 +12,9 @@ from typing import Any, final
 from torch import Tensor
 
 from dpvision.card import model_card
-from dpvision.certificate import Disclosures, ReleaseFacts, build_certificate, render_certificate_page
+from dpvision.certificate import ReleaseFacts, build_certificate, render_certificate_page
 from dpvision.ledger import read_ledger
 from dpvision.runfolder import CARD, CERTIFICATE_PAGE, EXAMPLES, sha256_hex, weights_bytes
-from dpvision.training.declare import not_covered
 from dpvision.training.examples import example_file
 from dpvision.training.loop import Outcome
 from dpvision.training.session import Session
@@ -78,7 +77,6 @@ def write_release(session: Session, *, outcome: Outcome) -> RunResult:
             data=public_description(session),
             software=software(),
         ),
-        disclosures=Disclosures(not_covered=not_covered(session.pictures)),
     )
     metrics = metrics_of(session)
     pages = {

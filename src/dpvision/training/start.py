@@ -42,6 +42,7 @@ def begin(
     config: RunConfig, path: Path, *, seed: int | None, device: str, say: Say = silently
 ) -> tuple[Session, Prepared]:
     """A new run. Nothing is written before the data, the plan and the model have been found good."""
+    RunFolder.require_new(path)
     keys = Keys.from_os_entropy() if seed is None else Keys.from_seed(seed)
     run_id = keys.derive("run")[:8].hex()
     prepared = prepare(config, holdout_keys(keys, run_id))

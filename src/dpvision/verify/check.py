@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any, final
 
 from dpvision.certificate import Certificate, Spent, spent_by, steps_taken
-from dpvision.checks import TamperError
+from dpvision.checks import ArgumentError, TamperError
 from dpvision.files import disk_errors
 from dpvision.ledger import Entry, charges_of, read_ledger
-from dpvision.runfolder import LEDGER, MANIFEST, SIGNATURE, RunFolder, read_file
+from dpvision.runfolder import LEDGER, SIGNATURE, RunFolder
 from dpvision.signing import fingerprint, load_private_key, signature_bytes
 from dpvision.verify.claims import check_claims, check_epsilon
 from dpvision.verify.files import (
     check_files,
-    check_history,
     check_manifest,
     check_private,
     check_signature,
@@ -24,6 +23,8 @@ from dpvision.verify.files import (
     read_certificate,
 )
 from dpvision.verify.findings import Findings
+from dpvision.verify.pages import check_metrics, check_pages
+from dpvision.verify.settings import check_config
 
 
 @final
@@ -59,6 +60,18 @@ class Verification:
         return {"ok": self.ok, **asdict(self), "problems": list(self.problems), "stamps": list(self.stamps)}
 
 
+@final
+@dataclass(frozen=True)
+class _Examined:
+    """What was found, and what was read on the way. ``manifest`` has the very bytes that were checked, if any were."""
+
+    found: Verification
+    certificate: Certificate | None
+    entries: tuple[Entry, ...] | None
+    release: Path
+    manifest: bytes | None
+
+
 def verify(path: Path, *, key: bytes | None = None) -> Verification:
     """Check a run folder, a release folder or a certificate with its ledger beside it; name all that is wrong.
 
@@ -66,15 +79,20 @@ def verify(path: Path, *, key: bytes | None = None) -> Verification:
 
     Guarantee: ok only if the recomputed epsilon of the ledger is at most the claimed one, within ``MAY_CLAIM_LESS``.
     """
-    return _examine(path, key)[0]
+    return _examine(path, key).found
 
 
 def require_verified(path: Path) -> tuple[Certificate, tuple[Entry, ...]]:
     """The certificate and the ledger of a release in which nothing is wrong, as they were when they were checked."""
-    found, certificate, entries = _examine(path, None)
-    if found.problems or certificate is None or entries is None:
-        more = f" and {len(found.problems) - 1} more" if len(found.problems) > 1 else ""
-        reason = found.problems[0].rstrip(".") if found.problems else "it is not whole"
+    return _in_order(_examine(path, None))
+
+
+def _in_order(examined: _Examined) -> tuple[Certificate, tuple[Entry, ...]]:
+    path, problems = examined.found.path, examined.found.problems
+    certificate, entries = examined.certificate, examined.entries
+    if problems or certificate is None or entries is None:
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        reason = problems[0].rstrip(".") if problems else "it is not whole"
         raise TamperError(
             f"{path} is not a release that can be relied on: {reason}{more}. Get it anew, and see dpvision verify."
         )
@@ -84,17 +102,20 @@ def require_verified(path: Path) -> tuple[Certificate, tuple[Entry, ...]]:
 def sign_release(path: Path, key_file: Path, *, ask_password: Callable[[], str]) -> tuple[Path, str]:
     """Sign a release, by a run's folder or its own, with a private key; the signature's path and the key's fingerprint.
 
-    Guarantee: refused unless everything in the release is in order. An older signature gives way, if it fits.
+    Guarantee: refused unless everything in the release is in order, and what is signed are the bytes that were checked:
+    a manifest that somebody put there since then does not fit the signature. An older signature gives way, if it fits.
     """
     key = load_private_key(key_file, ask_password=ask_password)
-    require_verified(path)
-    release = find(path).release
-    content = signature_bytes(read_file(release / MANIFEST), key)
-    RunFolder(release.parent).write_signature(content, release)
+    examined = _examine(path, None)
+    _in_order(examined)
+    release, manifest = examined.release, examined.manifest
+    if manifest is None:
+        raise ArgumentError(f"{path} must be a run or a release folder: a certificate alone can't be signed.")
+    RunFolder(release.parent).write_signature(signature_bytes(manifest, key), release)
     return release / SIGNATURE, fingerprint(key.public_key().public_bytes_raw())
 
 
-def _examine(path: Path, key: bytes | None) -> tuple[Verification, Certificate | None, tuple[Entry, ...] | None]:
+def _examine(path: Path, key: bytes | None) -> _Examined:
     with disk_errors(f"read {path}"):
         place = find(path)
         findings = Findings()
@@ -110,14 +131,18 @@ def _examine(path: Path, key: bytes | None) -> tuple[Verification, Certificate |
         if entries is not None:
             spent = findings.attempt(lambda: _spent(entries))
         if entries is not None:
-            check_history(place, entries, findings)
+            check_config(place, entries, findings)
         if entries is not None and certificate is not None:
+            before = len(findings.problems)
             check_claims(certificate, entries, findings)
             check_epsilon(certificate, spent, entries, findings)
+            if len(findings.problems) == before:  # what a false certificate looks like as a page is no matter
+                check_pages(place, certificate, findings)
+            check_metrics(place, certificate, entries, findings)
     found = _verification(path, entries, certificate, spent, findings)
     if signature is not None:
         found = replace(found, signed_by=signature.fingerprint, signer_is_known=signature.public_key == key)
-    return found, certificate, entries
+    return _Examined(found, certificate, entries, place.release, manifest)
 
 
 def _spent(entries: tuple[Entry, ...]) -> Spent:

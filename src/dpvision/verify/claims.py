@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpvision.certificate import (
+    HAND_SEEDED,
     TRAINING_DATA,
     Certificate,
     OtherUnit,
@@ -18,7 +19,7 @@ from dpvision.certificate import (
     required_uncovered,
     steps_taken,
 )
-from dpvision.checks import TamperError
+from dpvision.checks import TamperError, brief
 from dpvision.ledger import Entry, charges_of, require_mark
 from dpvision.mechanism import Mechanism
 from dpvision.runfolder import LEDGER
@@ -43,20 +44,43 @@ def check_claims(certificate: Certificate, entries: tuple[Entry, ...], findings:
     taken = steps_taken(charges)
     text = f"certificate: steps_taken is {certificate.steps_taken}, but {taken} training steps are charged."
     findings.require(certificate.steps_taken == taken, text)
-    declared = {(item.what, item.how) for item in certificate.declared}
-    for what, how in required_declared(entries):
-        findings.require((what, how) in declared, f"certificate: it does not declare {what!r} ({how}).")
-    names = [how for what, how in required_declared(entries) if what == TRAINING_DATA]
-    source = certificate.data.get("source")
-    findings.require(not names or source in names, f"certificate: the data are {source!r}, the ledger's {names}.")
-    for uncovered in required_uncovered(header):
-        findings.require(uncovered in certificate.not_covered, f"certificate: not_covered lacks: {uncovered}")
+    _check_lists(certificate, entries, findings)
+    _check_data(certificate, entries, findings)
     with findings.noted():
         _check_mechanism(certificate, entries, findings)
     same = certificate.deployment == deployment(header)
     findings.require(same, "certificate: deployment is not what the ledger's header says.")
     consistent = certificate.for_release == (not certificate.stamps)
     findings.require(consistent, "certificate: for_release must be true without stamps and false with any.")
+
+
+def _check_lists(certificate: Certificate, entries: tuple[Entry, ...], findings: Findings) -> None:
+    """Exactly what the ledger declares and leaves uncovered: a line more is a claim that nobody can check."""
+    declared, wanted = [(item.what, item.how) for item in certificate.declared], required_declared(entries)
+    for what, how in wanted:
+        findings.require((what, how) in declared, f"certificate: it does not declare {what!r} ({how}).")
+    for what, how in declared:
+        findings.require((what, how) in wanted, f"certificate: it declares {what!r} ({how}), the ledger does not.")
+    uncovered = required_uncovered(entries)
+    for text in uncovered:
+        findings.require(text in certificate.not_covered, f"certificate: not_covered lacks: {text}")
+    for text in certificate.not_covered:
+        findings.require(text in uncovered, f"certificate: not_covered has what the ledger does not give: {text}")
+    twice = len(set(declared)) < len(declared) or len(set(certificate.not_covered)) < len(certificate.not_covered)
+    findings.require(not twice, "certificate: a line of declared or not_covered is there twice.")
+
+
+def _check_data(certificate: Certificate, entries: tuple[Entry, ...], findings: Findings) -> None:
+    data, num_units = certificate.data, entries[0].payload["num_units"]
+    layout = {"source": str, "class_names": list, "image_shape": list, "num_units": int}
+    same = data.keys() == layout.keys() and all(type(data[name]) is kind for name, kind in layout.items())
+    findings.require(same, f"certificate: data must be {', '.join(layout)}, and nothing else.")
+    claimed = brief(data.get("num_units"))
+    same = data.get("num_units") == num_units
+    findings.require(same, f"certificate: data.num_units is {claimed}, the ledger's {num_units}.")
+    names = [how for what, how in required_declared(entries) if what == TRAINING_DATA]
+    source = data.get("source")
+    findings.require(not names or source in names, f"certificate: the data are {source!r}, the ledger's {names}.")
 
 
 def _require_same_ledger(certificate: Certificate, entries: tuple[Entry, ...]) -> None:
@@ -81,8 +105,13 @@ def _check_mechanism(certificate: Certificate, entries: tuple[Entry, ...], findi
     if mechanism is not None:
         for name in differing_facts(header, mechanism):
             findings.require(False, f"certificate: the mechanism's {name} is not the ledger's {header.get(name)!r}.")
-    for stamp in required_stamps(entries, mechanism if private else None):
+    stamps = required_stamps(entries, mechanism if private else None)
+    for stamp in stamps:
         findings.require(stamp in certificate.stamps, f"certificate: it lacks the stamp: {stamp}.")
+    for stamp in certificate.stamps:
+        # Of a hand-seeded key only the owner's side may know.
+        known = stamp in stamps or stamp == HAND_SEEDED
+        findings.require(known, f"certificate: its stamp is not one of the ledger's: {stamp}.")
 
 
 def check_epsilon(

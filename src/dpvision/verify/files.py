@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dpvision.certificate import HAND_SEEDED, Certificate, history_digest, noted_history, parse_certificate
+from dpvision.certificate import HAND_SEEDED, Certificate, parse_certificate
 from dpvision.checks import ArgumentError, TamperError
 from dpvision.ledger import Entry, require_mark
 from dpvision.runfolder import (
@@ -22,7 +22,7 @@ from dpvision.runfolder import (
     release_files,
 )
 from dpvision.signing import Signature, checked_signature, fingerprint
-from dpvision.verify.findings import Findings, Place, rewritten
+from dpvision.verify.findings import Findings, Place, read_object, rewritten
 
 
 def find(path: Path) -> Place:
@@ -47,11 +47,7 @@ def read_certificate(place: Place) -> Certificate:
     path = place.certificate
     if place.whole and not path.exists():
         raise TamperError(f"{path} is missing: the run is not finished (resume it), or somebody took it away.")
-    content = read_file(path)
-    values = parse_object(content, name=str(path))
-    # The very bytes that we would write: a key that is there twice means one thing to us and another to others.
-    if rewritten(values) != content:
-        raise TamperError(f"{path} is not as it was written: reformatted, or a key is there twice.")
+    values = read_object(path)
     try:
         return parse_certificate(values)
     except ArgumentError as error:
@@ -107,17 +103,6 @@ def _read_signature(path: Path, manifest: bytes | None) -> Signature:
     if manifest is None:
         raise TamperError(f"{path} signs a manifest that is not there.")
     return checked_signature(content, manifest, name=str(path))
-
-
-def check_history(place: Place, entries: tuple[Entry, ...], findings: Findings) -> None:
-    """What the configuration says of the first weights, against the hash that the ledger took of it at the time."""
-    path = place.release / CONFIG
-    if not path.is_file():
-        return
-    with findings.noted():
-        told = history_digest(parse_object(read_file(path), name=str(path)).get("transfer"))
-        same = told == noted_history(entries)
-        findings.require(same, f"{path} tells another history of the first weights than the ledger noted.")
 
 
 def check_files(place: Place, certificate: Certificate, findings: Findings) -> None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, final
 
-from dpvision.checks import ArgumentError, DPVisionError
-from dpvision.runfolder import RunFolder, json_bytes
+from dpvision.checks import ArgumentError, DPVisionError, TamperError
+from dpvision.runfolder import RunFolder, json_bytes, parse_object, read_file
 
 _T = TypeVar("_T")
 
@@ -52,9 +52,21 @@ class Findings:
         return None
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, if the file is as it was written.
+
+    The very bytes that we would write: a key that is there twice means one thing to us and another to others.
+    """
+    content = read_file(path)
+    values = parse_object(content, name=str(path))
+    if rewritten(values) != content:
+        raise TamperError(f"{path} is not as it was written: reformatted, or a key is there twice.")
+    return values
+
+
 def rewritten(values: dict[str, Any]) -> bytes | None:
     """The very bytes that we would write; None if we could not."""
     try:
         return json_bytes(values)
-    except ArgumentError:
+    except (ArgumentError, RecursionError):
         return None
