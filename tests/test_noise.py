@@ -164,7 +164,11 @@ def test_angles_are_exact_to_float64_and_go_round_once() -> None:
     np.testing.assert_allclose(sines, np.sin(angles), atol=2e-15, rtol=0)
 
 
-def test_words_for_the_far_tail_come_from_a_key_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("count", "keys"), [(100_000, 4), (10, 2)])
+def test_words_for_the_far_tail_come_from_a_key_of_their_own_if_there_is_one(
+    count: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among 100,000 numbers there are about 24 tail words, among these ten there is none."""
     used: list[bytes] = []
 
     def noted(key: bytes, count: int) -> NDArray[np.uint64]:
@@ -173,8 +177,8 @@ def test_words_for_the_far_tail_come_from_a_key_of_their_own(monkeypatch: pytest
 
     monkeypatch.setattr(noise, "random_words", noted)
     for key in (KEY, KEYS.derive("noise", 1, "w")):
-        standard_normals(key, 10)
-    assert len(used) == len(set(used)) == 4
+        standard_normals(key, count)
+    assert len(used) == len(set(used)) == keys
 
 
 def test_the_radius_does_not_jump_where_the_tail_begins() -> None:

@@ -54,8 +54,10 @@ def standard_normals(key: bytes, count: int) -> NDArray[np.float64]:
     pairs = (count + 1) // 2
     words = random_words(key, 2 * pairs)
     tails = np.flatnonzero(words[:pairs] >= _FIRST_TAIL_WORD)
-    more_words = random_words(hmac.digest(key, b"dpvision tail words", "sha256"), len(tails))
-    tail_radii = _tail_radii(words[tails], more_words)
+    tail_radii = np.empty(0)
+    if len(tails):  # hardly ever among few numbers, for which another cipher would take as long as all the rest
+        more_words = random_words(hmac.digest(key, b"dpvision tail words", "sha256"), len(tails))
+        tail_radii = _tail_radii(words[tails], more_words)
     from_words = kernels.from_words if kernels.takes(words) else _from_words
     return from_words(words, tails, tail_radii)[:count]
 
@@ -179,12 +181,14 @@ def _require_sound(clipped: ClippedSum, mechanism: Mechanism, step: int) -> None
 
 def _is_finite(sums: Tensor) -> bool:
     # The extremes are finite only if everything is (NaN comes through), and finding them reads the memory once.
-    return sums.is_floating_point() and (not sums.numel() or all(bool(end.isfinite()) for end in torch.aminmax(sums)))
+    return sums.is_floating_point() and (
+        not sums.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(sums))
+    )
 
 
 def _release(sums: Tensor, key: bytes, grid: Grid, *, divisor: float) -> Tensor:
     """One parameter's noisy mean. Worked on the CPU wherever ``sums`` lives, so that every device gives equal bits."""
-    values: NDArray[np.float64] = sums.detach().to("cpu", torch.float64).contiguous().view(-1).numpy()
+    values: NDArray[np.float64] = sums.detach().to("cpu", torch.float64).numpy().reshape(-1)
     noise = standard_normals(key, values.size)
     noise_steps, mean_per_step = grid.noise_stddev / grid.spacing, grid.spacing / divisor
     on_grid = kernels.release if kernels.takes(noise) else _on_grid

@@ -18,13 +18,13 @@ CLIPPING = (
         ("weight and bias are layers of their own", 'name.rpartition(".")[0] if by_layer', "name if by_layer"),
         (
             "a unit is left out of one layer only",
-            "finite_U = finite_U & torch.isfinite(norms_sq_U)",
-            "finite_U = torch.isfinite(norms_sq_U)",
+            "functools.reduce(torch.logical_and, finite)",
+            "finite[-1]",
         ),
         (
             "the norm of the last parameter only",
-            "norms_sq[self.groups[parameter]] = norms_sq[self.groups[parameter]] + share.norms_sq()",
-            "norms_sq[self.groups[parameter]] = share.norms_sq()",
+            "norms_sq[group] + norms_sq_U if group in norms_sq else norms_sq_U",
+            "norms_sq_U",
         ),
         ("rounding may pass the clip norm", "bound * (1 - SLACK * rounding)", "bound * (1 + SLACK * rounding)"),
         ("clipped by the squared norm", "(below / norm_U)", "(below / norm_U.square())"),

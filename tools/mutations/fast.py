@@ -89,4 +89,25 @@ FAST = (
             "return replace(plan, bytes_per_unit=memory)",
         ),
     ),
+    *mutations(
+        "test_grads_memory",
+        "grads/plan.py",
+        ("a compared share stays", "step.shares.pop(parameter, None)", "step.shares.get(parameter)"),
+        (
+            "a call's tensors outlive its shapes",
+            "    return [Shapes.of(call) for call in calls]",
+            "    model.kept = [*getattr(model, 'kept', []), *calls]\n    return [Shapes.of(call) for call in calls]",
+        ),
+    ),
+    *mutations(
+        "test_grads_memory",
+        "grads/totals.py",
+        ("an added share stays", "shares.pop(parameter)", "shares[parameter]"),
+        ("sums through the dispatcher", "    @torch.no_grad()\n    def add(", "    def add("),
+    ),
+    *mutations(
+        "test_grads_memory",
+        "grads/mixing.py",
+        ("copies to look for mixing", "restored(model), same_draws", "_traced(model), restored(model), same_draws"),
+    ),
 )

@@ -68,8 +68,8 @@ MASKS = (
         "data/pairs.py",
         (
             "a slice is scaled by its neighbours",
-            "not options.public and not options.owners_are_units(found)",
-            'not options.public and options.units == "owners"',
+            "options.window is None and not options.public and not options.owners_are_units(found)",
+            'options.window is None and not options.public and options.units == "owners"',
         ),
     ),
     *mutations(

@@ -49,7 +49,7 @@ LEDGER = (
             "        _require(payload.keys() >= _FIELDS[kind],",
         ),
         (
-            "equal charges count once",
+            "equal charges count once in a ledger",
             "        self._counts[event] = self._counts.get(event, 0) + 1",
             "        self._counts[event] = 1",
         ),
@@ -62,7 +62,7 @@ LEDGER = (
         ("half a line counts as written", "    if written != len(line):", "    if False:"),
         ("the certificate outlives its ledger", "            self._before_growth()\n", ""),
         (
-            "any delta passes",
+            "any delta passes in a ledger",
             "            _require(isinstance(delta, float) and 0 < delta < 1,",
             "            _require(isinstance(delta, float),",
         ),
@@ -134,7 +134,7 @@ LEDGER = (
     *mutations(
         "test_certificate",
         "certificate/build.py",
-        ("a hand seed is not stamped", "    stamps = [HAND_SEEDED] if hand_seeded else []", "    stamps = []"),
+        ("a hand seed is not stamped on a certificate", "    stamps = [HAND_SEEDED] if hand_seeded else []", "    stamps = []"),
         ("everything is for release", "        for_release=not stamps,", "        for_release=True,"),
         (
             "only the first charge is certified",

@@ -5,6 +5,7 @@ Shapes: U units.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -55,14 +56,16 @@ class Clip:
         groups = {p: name.rpartition(".")[0] if by_layer else "" for name, p in trainable(model).items()}
         return Clip(clipping, clip_norm / math.sqrt(max(1, len(set(groups.values())))), groups)
 
+    @torch.no_grad()
     def factors(self, shares: dict[nn.Parameter, Share], real_U: Tensor) -> tuple[Factors, Tensor | None]:
         """Factors for units whose gradient is made of ``shares``; and the units that must not be touched at all.
 
         A unit that is not finite in one layer is left out of all of them.
         """
-        norms_sq = {self.groups[parameter]: torch.zeros_like(real_U, dtype=torch.float64) for parameter in shares}
+        norms_sq: dict[str, Tensor] = {}
         for parameter, share in shares.items():
-            norms_sq[self.groups[parameter]] = norms_sq[self.groups[parameter]] + share.norms_sq()
+            group, norms_sq_U = self.groups[parameter], share.norms_sq().double()
+            norms_sq[group] = norms_sq[group] + norms_sq_U if group in norms_sq else norms_sq_U
         finite_U = _all_finite(norms_sq.values(), like=real_U)
         rounding = max((torch.finfo(parameter.dtype).eps for parameter in shares), default=0.0)
         by_group = {
@@ -90,7 +93,5 @@ def clip_factors(
 
 def _all_finite(norms_sq: Iterable[Tensor], *, like: Tensor) -> Tensor:
     """Units whose norm is finite in every group."""
-    finite_U = torch.ones_like(like, dtype=torch.bool)
-    for norms_sq_U in norms_sq:
-        finite_U = finite_U & torch.isfinite(norms_sq_U)
-    return finite_U
+    finite = [torch.isfinite(norms_sq_U) for norms_sq_U in norms_sq]
+    return functools.reduce(torch.logical_and, finite) if finite else torch.ones_like(like, dtype=torch.bool)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpvision.checks import PrivacyError
 from dpvision.grads.capture import Call
+from dpvision.grads.duties import Duty
 
 Place = int | None
 """Entries of a tensor's first dimension per row; ``None`` for a value without rows, zero for rows somewhere else."""
@@ -32,16 +33,36 @@ Layouts = Mapping[str, tuple[Layout, ...]]
 """By module name, the layout of each of its calls in a forward pass."""
 
 
-def compare(small: Call, large: Call, *, rows: tuple[int, int]) -> Layout | None:
+@final
+@dataclass(frozen=True, eq=False)
+class Shapes:
+    """What is left of a call when its tensors are gone: a large model's would fill the memory.
+
+    ``reached`` says of each output whether the loss depends on it; empty where nobody looked.
+    """
+
+    duty: Duty
+    inputs: tuple[torch.Size | None, ...]
+    outputs: tuple[torch.Size | None, ...]
+    reached: tuple[bool, ...]
+
+    @staticmethod
+    def of(call: Call) -> Shapes:
+        """The shapes of one call."""
+        reached = tuple(gradient is not None for gradient in call.gradients)
+        return Shapes(call.duty, tuple(_input_shapes(call)), tuple(call.outputs), reached)
+
+
+def compare(small: Shapes, large: Shapes, *, rows: tuple[int, int]) -> Layout | None:
     """The layout that explains both calls, or ``None`` if rows are not in front everywhere they matter.
 
-    They matter in all inputs, and in the outputs on which the loss depends.
+    They matter in all inputs, and in the outputs on which the loss depends: ``small`` knows which.
     """
-    shapes = (_input_shapes(small), _input_shapes(large)), (small.outputs, large.outputs)
+    shapes = (small.inputs, large.inputs), (small.outputs, large.outputs)
     if any(len(a) != len(b) for a, b in shapes):
         return None
     inputs, outputs = (tuple(_place(a, b, rows) for a, b in zip(*pair, strict=True)) for pair in shapes)
-    seen = [place for place, gradient in zip(outputs, small.gradients, strict=False) if gradient is not None]
+    seen = [place for place, reached in zip(outputs, small.reached, strict=False) if reached]
     fits = _ELSEWHERE not in inputs and all(seen)
     if small.duty.rule is not None:
         fits = fits and inputs[0] == outputs[0]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,20 +29,20 @@ def mixing_place(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch
     """
     units = microbatch.row_weights_UR.shape[0]
     for weights in ({}, _weights_nearby(model)):
-        before = _trace(model, loss_fn, microbatch, weights)
+        before = _losses(model, loss_fn, microbatch, weights)
         for unit in (0, units - 1):
-            after = _trace(model, loss_fn, changed_unit(microbatch, unit), weights)
-            if not _others_equal(before.losses, after.losses, unit, units):
-                return _first_difference(before, after, unit, units) or LOSS
+            changed = changed_unit(microbatch, unit)
+            if not _others_equal(before, _losses(model, loss_fn, changed, weights), unit, units):
+                seen, seen_after = (_trace(model, loss_fn, rows, weights) for rows in (microbatch, changed))
+                return _first_difference(seen, seen_after, unit, units) or LOSS
     return None
 
 
 def suspected_place(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> str | None:
     """The innermost module whose output mixes units, whether or not the loss shows it."""
-    units = microbatch.row_weights_UR.shape[0]
     before = _trace(model, loss_fn, microbatch, {})
     after = _trace(model, loss_fn, changed_unit(microbatch, 0), {})
-    return _first_difference(before, after, 0, units)
+    return _first_difference(before, after, 0, microbatch.row_weights_UR.shape[0])
 
 
 def _weights_nearby(model: nn.Module) -> dict[str, Tensor]:
@@ -60,27 +59,31 @@ def _nearby(x: Tensor, generator: torch.Generator) -> Tensor:
     return x + (0.1 * size * torch.randn(x.shape, generator=generator, dtype=torch.float64)).to(x)
 
 
-@final
-@dataclass
-class _Trace:
-    """All modules' inputs and outputs of one forward pass, in order of completion, and the losses."""
-
-    calls: list[tuple[str, list[Any], list[Any]]]
-    losses: Tensor
+Seen = tuple[str, list[Any], list[Any]]
+"""A module's label, and copies of what it was given and what it returned."""
 
 
-def _trace(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, weights: dict[str, Tensor]) -> _Trace:
+def _losses(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, weights: dict[str, Tensor]) -> Tensor:
     def run(inputs: Tensor) -> Any:
         return functional_call(model, weights, (inputs,), tie_weights=False) if weights else model(inputs)
 
-    with torch.no_grad(), restored(model), same_draws(microbatch.inputs.device), _traced(model) as calls:
-        losses = row_losses(run, loss_fn, microbatch)
-    return _Trace(calls, losses)
+    with torch.no_grad(), restored(model), same_draws(microbatch.inputs.device):
+        return row_losses(run, loss_fn, microbatch)
+
+
+def _trace(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, weights: dict[str, Tensor]) -> list[Seen]:
+    """All modules' inputs and outputs of one forward pass, in order of completion.
+
+    That is many times what a pass itself holds, so it is made only to name a module, never to look whether any mixes.
+    """
+    with _traced(model) as calls:
+        _losses(model, loss_fn, microbatch, weights)
+    return calls
 
 
 @contextmanager
-def _traced(model: nn.Module) -> Iterator[list[tuple[str, list[Any], list[Any]]]]:
-    calls: list[tuple[str, list[Any], list[Any]]] = []
+def _traced(model: nn.Module) -> Iterator[list[Seen]]:
+    calls: list[Seen] = []
     handles: list[Any] = []
     try:
         for name, module in model.named_modules():
@@ -91,7 +94,7 @@ def _traced(model: nn.Module) -> Iterator[list[tuple[str, list[Any], list[Any]]]
             handle.remove()
 
 
-def _watch(label: str, module: nn.Module, calls: list[tuple[str, list[Any], list[Any]]]) -> list[Any]:
+def _watch(label: str, module: nn.Module, calls: list[Seen]) -> list[Any]:
     entries: list[list[Any]] = []
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -110,8 +113,8 @@ def _copies(values: Any) -> list[Any]:
     return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(values)]
 
 
-def _first_difference(before: _Trace, after: _Trace, unit: int, units: int) -> str | None:
-    for (label, inputs, outputs), (_, inputs_after, outputs_after) in zip(before.calls, after.calls, strict=False):
+def _first_difference(before: list[Seen], after: list[Seen], unit: int, units: int) -> str | None:
+    for (label, inputs, outputs), (_, inputs_after, outputs_after) in zip(before, after, strict=False):
         same_in = all(_others_equal(a, b, unit, units) for a, b in zip(inputs, inputs_after, strict=False))
         same_out = all(_others_equal(a, b, unit, units) for a, b in zip(outputs, outputs_after, strict=False))
         if same_in and not same_out:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from dpvision.checks import DPVisionError, PrivacyError
 from dpvision.flow import Microbatch
 from dpvision.grads import layout
-from dpvision.grads.capture import Call, backpropagate, captured
+from dpvision.grads.capture import backpropagate, captured
 from dpvision.grads.duties import Duty, Exceptions, duties_of, trainable
 from dpvision.grads.fast.holding import held_through_step
-from dpvision.grads.layout import Layout, Layouts
+from dpvision.grads.layout import Layout, Layouts, Shapes
 from dpvision.grads.mixing import suspected_place
 from dpvision.grads.probe import evaluation_mode, only_unit, repeated, restored, same_draws
 from dpvision.grads.refusals import not_alone
@@ -80,7 +80,7 @@ def search(
     """
     units = range(probe.row_weights_UR.shape[0])
     with restored(model), same_draws(probe.inputs.device), evaluation_mode(model, when=evaluate):
-        _calls(model, loss_fn, probe, duties_of(model, Exceptions()))
+        _shapes(model, loss_fn, probe, duties_of(model, Exceptions()))
         alone = [_gradients_alone(model, loss_fn, probe, unit) for unit in units]
         plan, wrong = _search_twin(model, twin, loss_fn, probe, alone), []
         if plan is None:
@@ -167,8 +167,9 @@ def _find_layouts(
 ) -> tuple[Layouts, list[str]]:
     """The layout of every call, and the parameters of modules whose rows are not in front."""
     names = {parameter: name for name, parameter in trainable(model).items()}
+    small = _shapes(model, loss_fn, probe, duties, backward=True)
     larger = repeated(probe, units=probe.row_weights_UR.shape[0] + 1)
-    small, large = (_calls(model, loss_fn, microbatch, duties) for microbatch in (probe, larger))
+    large = _shapes(model, loss_fn, larger, duties)
     if [call.duty.name for call in small] != [call.duty.name for call in large]:
         raise PrivacyError(
             "the model calls its modules differently for a larger batch, so one unit notices how many others there "
@@ -186,13 +187,22 @@ def _find_layouts(
     return layouts, misfits
 
 
-def _calls(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, duties: tuple[Duty, ...]) -> list[Call]:
+def _shapes(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    microbatch: Microbatch,
+    duties: tuple[Duty, ...],
+    *,
+    backward: bool = False,
+) -> list[Shapes]:
+    """The calls of one forward pass, without their tensors; with ``backward``, which outputs reach the loss too."""
     with torch.enable_grad(), captured(duties) as calls:
         losses = row_losses(model, loss_fn, microbatch)
     for call in calls:
         call.check_untouched()
-    backpropagate(calls, losses, microbatch.row_weights_UR.reshape(-1).to(losses.dtype))
-    return calls
+    if backward:
+        backpropagate(calls, losses, microbatch.row_weights_UR.reshape(-1).to(losses.dtype))
+    return [Shapes.of(call) for call in calls]
 
 
 def _try_out(
@@ -205,16 +215,17 @@ def _try_out(
         return _compared(model, step, probe.row_weights_UR.shape[0], alone)
 
 
+@torch.no_grad()
 def _compared(
     model: nn.Module, step: UnitGradients, units: int, alone: list[dict[str, Tensor]]
 ) -> tuple[int, list[str]]:
-    sizes = [_norm(one) for one in alone]
-    wrong = [
-        name
-        for name, parameter in trainable(model).items()
-        if not _right(step.shares.get(parameter), [one[name] for one in alone], sizes)
-    ]
-    held = sum(share.held_bytes for share in step.shares.values())
+    """As ``_try_out``. It uses the step up: what a share made of itself to be compared is gone before the next one."""
+    sizes, wrong, held = [_norm(one) for one in alone], list[str](), 0
+    for name, parameter in trainable(model).items():
+        share = step.shares.pop(parameter, None)
+        if not _right(share, [one[name] for one in alone], sizes):
+            wrong.append(name)
+        held += 0 if share is None else share.held_bytes
     return (step.activation_bytes + held) // units, wrong
 
 

@@ -119,9 +119,11 @@ def sum_of_squares(x: Tensor) -> Tensor:
     """
     x_UD = x.reshape(x.shape[0], -1)
     whole = x_UD.shape[1] // _RUN * _RUN
-    runs = torch.linalg.vector_norm(x_UD[:, :whole].unflatten(1, (-1, _RUN)), dim=2) if whole else x_UD[:, :0]
-    rest = torch.linalg.vector_norm(x_UD[:, whole:], dim=1)
-    return runs.double().square().sum(1) + rest.double().square() + underflow(x_UD)
+    rest_U = torch.linalg.vector_norm(x_UD[:, whole:], dim=1).double().square()
+    if not whole:
+        return rest_U + underflow(x_UD)
+    runs = torch.linalg.vector_norm(x_UD[:, :whole].unflatten(1, (-1, _RUN)), dim=2)
+    return runs.double().square().sum(1) + rest_U + underflow(x_UD)
 
 
 def underflow(x_UD: Tensor) -> float:

@@ -22,16 +22,23 @@ class Totals:
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._finish: dict[nn.Parameter, Finish] = {}
 
+    @torch.no_grad()
     def add(
         self, shares: dict[nn.Parameter, Share], factors: Mapping[nn.Parameter, Tensor], dead_U: Tensor | None
     ) -> None:
-        """Add one micro-batch: every unit's gradient times its factors, those marked in ``dead_U`` left out."""
-        for parameter, share in shares.items():
+        """Add one micro-batch: every unit's gradient times its factors, those marked in ``dead_U`` left out.
+
+        It takes the shares out of ``shares``: what one holds is gone before the next one is added, and all of it before
+        the next micro-batch is run.
+        """
+        for parameter in list(shares):
+            share = shares.pop(parameter)
             if parameter not in self._finish:
                 # The first micro-batch's will do: it depends on weights alone, which are the same for all of them.
                 self._finish[parameter] = share.finish
             self._sums[parameter] = share.add_weighted_sum(self._sums.get(parameter), factors[parameter], dead_U)
 
+    @torch.no_grad()
     def gradients(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         """By name, in the parameters' own shapes; zeros where nothing was added."""
         return {name: self._gradient(parameter) for name, parameter in parameters.items()}

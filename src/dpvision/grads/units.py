@@ -44,11 +44,12 @@ def unit_gradients(
     units = microbatch.row_weights_UR.shape[0]
     calls = _watched_step(model, loss_fn, microbatch, duties)
     found: dict[nn.Parameter, list[Share]] = {}
-    for call, place in zip(calls, _places(calls, layouts), strict=True):
-        layout.check(call, place, microbatch.inputs.shape[0])
-        for parameter, share in _shares_of(call, place, units).items():
-            found.setdefault(parameter, []).append(share)
-    shares = {parameter: added(shares) for parameter, shares in found.items()}
+    with torch.no_grad():
+        for call, place in zip(calls, _places(calls, layouts), strict=True):
+            layout.check(call, place, microbatch.inputs.shape[0])
+            for parameter, share in _shares_of(call, place, units).items():
+                found.setdefault(parameter, []).append(share)
+        shares = {parameter: added(shares) for parameter, shares in found.items()}
     return UnitGradients(shares, sum(_bytes(call) for call in calls))
 
 

@@ -35,9 +35,10 @@ class Watch:
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._model.named_parameters()
-        if self._buffers:
+        buffers = dict(self._model.named_buffers()) if self._buffers else {}
+        if buffers:
             saved = self._model.state_dict(keep_vars=True).keys()
-            yield from ((name, buffer) for name, buffer in self._model.named_buffers() if name in saved)
+            yield from ((name, buffer) for name, buffer in buffers.items() if name in saved)
 
     def check(self) -> None:
         """Raise ``PrivacyError`` naming every tensor that moved since ``accept``."""

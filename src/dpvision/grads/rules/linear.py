@@ -54,8 +54,8 @@ class OuterProducts(Share):
             return Kept(self._formed).weighted_sum(factor_U, dead_U)
         a_NI, g_NO = self._a_UTI.flatten(0, 1), self._g_UTO.flatten(0, 1)
         if skinny.takes(a_NI, g_NO):
-            factor_N = without_dead(factor_U, dead_U).repeat_interleave(self._a_UTI.shape[1])
-            return skinny.outer_sum(a_NI, g_NO, factor_N)
+            positions, factor_N = self._a_UTI.shape[1], without_dead(factor_U, dead_U)
+            return skinny.outer_sum(a_NI, g_NO, factor_N if positions == 1 else factor_N.repeat_interleave(positions))
         a_NI, g_NO = without_dead(a_NI, dead_U), scale_by_unit(without_dead(g_NO, dead_U), factor_U)
         # Runs of rows in their own precision, the runs in float64: a long sum would round away more than noise covers.
         runs = zip(a_NI.split(_RUN), g_NO.split(_RUN), strict=True)
@@ -80,7 +80,7 @@ def linear(call: LayerCall, squares_N: Tensor | None = None) -> dict[str, Share]
     if "weight" in call.wanted:
         shares["weight"] = OuterProducts(a_UTI, g_UTO, squares_N)
     if "bias" in call.wanted:
-        shares["bias"] = Kept(g_UTO.sum(1))
+        shares["bias"] = Kept(g_UTO[:, 0] if g_UTO.shape[1] == 1 else g_UTO.sum(1))
     return shares
 
 

@@ -1,0 +1,155 @@
+"""What the engine holds in memory: no more of a model's activations at once than the work at hand needs.
+
+Tensors alive are counted from inside the model, at the end of each of its forward passes, in activations of one unit.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpvision.grads import Performance, clipped_sum_of_batch, plan, unclipped_sum_of_batch
+from dpvision.grads.engine import Rows
+from dpvision.grads.mixing import mixing_place
+from dpvision.grads.plan import search
+from dpvision.grads.probe import probe_like
+from dpvision.grads.shares import Share
+from dpvision.grads.totals import Totals
+from dpvision.native import available, skinny
+from grads_support import cross_entropy
+
+LAYERS: Final = 6
+SHAPE: Final = (3, 16, 17)  # of one unit, between any two layers; nothing else here looks like it
+PLAIN: Final = Performance(microbatch_size=2, kernels="plain", channels_last=False)
+
+
+@pytest.fixture(autouse=True)
+def _only_new_objects() -> Iterator[None]:
+    """Let the collector know of what is made from here on alone: looking through all of torch takes seconds."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@dataclass(eq=False)
+class Census:
+    """How many activations of single units were alive at the end of each pass."""
+
+    counts: list[int] = field(default_factory=list)
+
+    def take(self) -> None:
+        alive = [x for x in gc.get_objects() if type(x) is Tensor and tuple(x.shape[1:]) == SHAPE]
+        storages = {x.untyped_storage().data_ptr(): x.shape[0] for x in alive}
+        self.counts.append(sum(storages.values()))
+
+
+class Counted(nn.Module):
+    """Layers that each keep the shape of what they get, and a count before the last one."""
+
+    def __init__(self, census: Census) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(3, 3, 3, padding=1) for _ in range(LAYERS)])
+        self.head = nn.Linear(3, 4)
+        self._census = [census]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        self._census[0].take()
+        return self.head(x.mean((2, 3)))
+
+
+def rows(units: int) -> Rows:
+    generator = torch.Generator().manual_seed(0)
+    return Rows(torch.randn(units, *SHAPE, generator=generator), torch.arange(units) % 4, 1)
+
+
+def test_looking_for_mixing_holds_one_pass_and_no_copies_of_what_went_through_it() -> None:
+    census = Census()
+    probe = probe_like(next(rows(2).microbatches(2)), units=2)
+    assert mixing_place(Counted(census), cross_entropy, probe) is None
+    assert census.counts
+    # The probe, the changed probe and the last output, of two units each. Copies would be two more for each layer.
+    assert max(census.counts) <= 2 * 4
+
+
+def test_the_search_for_a_plan_holds_the_activations_of_one_pass_at_a_time() -> None:
+    census = Census()
+    probe = probe_like(next(rows(2).microbatches(2)), units=2)
+    found = search(Counted(census), cross_entropy, probe, evaluate=False, channels_last=False)
+    assert found.proved
+    assert not found.wrong
+    # The largest pass is of three units, each layer's input held for its gradient, beside the probe itself.
+    assert max(census.counts) <= 3 * (LAYERS + 1) + 2 * 2
+
+
+@pytest.mark.parametrize("clipped", [True, False])
+def test_a_micro_batch_is_gone_before_the_next_one_is_run(clipped: bool) -> None:
+    census = Census()
+    model = Counted(census)
+    add_up = functools.partial(clipped_sum_of_batch, clip_norm=1.0) if clipped else unclipped_sum_of_batch
+    add_up(model, cross_entropy, rows(2), performance=PLAIN)  # finds the plan
+    census.counts.clear()
+    add_up(model, cross_entropy, rows(8), performance=PLAIN)
+    assert len(census.counts) == 4
+    assert max(census.counts) == census.counts[0]
+
+
+class Watched(Share):
+    """A share that sees, whenever one is worked on, how many are alive."""
+
+    def __init__(self, everyone: weakref.WeakSet[Watched], alive: list[int]) -> None:
+        self._everyone, self._alive = everyone, alive
+        everyone.add(self)
+
+    def norms_sq(self) -> Tensor:
+        self._alive.append(len(self._everyone))
+        return torch.ones(2, dtype=torch.float64)
+
+    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+        self._alive.append(len(self._everyone))
+        return torch.ones(3)
+
+    def per_unit(self) -> Tensor:
+        raise NotImplementedError
+
+
+def test_what_a_share_holds_is_gone_before_the_next_one_is_added() -> None:
+    everyone, alive = weakref.WeakSet[Watched](), list[int]()
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
+    shares: dict[nn.Parameter, Share] = {parameter: Watched(everyone, alive) for parameter in parameters}
+    Totals().add(shares, dict.fromkeys(parameters, torch.ones(2, dtype=torch.float64)), None)
+    assert alive == [4, 3, 2, 1]
+
+
+def test_what_a_share_made_of_itself_is_gone_before_the_next_one_is_compared() -> None:
+    everyone, alive = weakref.WeakSet[Watched](), list[int]()
+    model = nn.ParameterList([torch.zeros(3) for _ in range(4)])
+    shares: dict[nn.Parameter, Share] = {parameter: Watched(everyone, alive) for parameter in model.parameters()}
+    alone = [{name: torch.zeros_like(value) for name, value in model.named_parameters()} for _ in range(2)]
+    plan._compared(model, plan.UnitGradients(shares, 0), 2, alone)
+    assert sorted(set(alive), reverse=True) == [4, 3, 2, 1]
+
+
+@pytest.mark.skipif(not available(), reason="no native kernels here")
+def test_rules_and_sums_call_their_kernels_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody records gradients of per-unit gradients, so nothing has to go through torch's dispatcher."""
+
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("called through the dispatcher")
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 17, 4))
+    monkeypatch.setattr(skinny, "_outer_sum_operator", refuse)
+    monkeypatch.setattr(skinny, "_forward_operator", refuse)
+    with torch.enable_grad():
+        found = clipped_sum_of_batch(model, cross_entropy, rows(8), clip_norm=1.0, performance=Performance())
+    assert not any(value.requires_grad for value in found.gradients.values())
