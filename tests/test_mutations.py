@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
 from tools.mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parent.parent

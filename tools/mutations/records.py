@@ -134,7 +134,11 @@ LEDGER = (
     *mutations(
         "test_certificate",
         "certificate/build.py",
-        ("a hand seed is not stamped on a certificate", "    stamps = [HAND_SEEDED] if hand_seeded else []", "    stamps = []"),
+        (
+            "a hand seed is not stamped on a certificate",
+            "    stamps = [HAND_SEEDED] if hand_seeded else []",
+            "    stamps = []",
+        ),
         ("everything is for release", "        for_release=not stamps,", "        for_release=True,"),
         (
             "only the first charge is certified",

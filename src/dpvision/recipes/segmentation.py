@@ -39,7 +39,10 @@ _DIFFERS: Final = (
 _HEAD: Final = "free scores at the end (head=conv) instead of norm and Mish"
 _ENDS: Final = f"{_HEAD}, Dice and cross-entropy"
 _REDUCTION: Final = f"1,699 slices of 26 patients at 32 px, width 8, {_ENDS}, batch 256, 200 steps"
-_PATIENT_REDUCTION: Final = f"26 patients in every step with up to 4 random slices, 32 px, width 4, one group, {_ENDS}, 150 steps, cosine schedule"
+_PATIENT_REDUCTION: Final = (
+    f"26 patients in every step with up to 4 random slices, 32 px, width 4, one group, {_ENDS}, 150 steps, "
+    "cosine schedule"
+)
 
 
 @final
