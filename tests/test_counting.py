@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from dpvision.checks import ArgumentError, DPVisionError
 from dpvision.cli import app
@@ -35,6 +35,11 @@ def nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config_of(source: Path, **sections: Any) -> RunConfig:
     return tiny_config(source, **{**sections, "privacy": {**COUNTED, **sections.get("privacy", {})}})
+
+
+def trained_by_command(pictures: Path, run: Path) -> Result:
+    words = f"--target-epsilon 8 --steps 3 --model linear --option image_size={SIDE} --output".split()
+    return CliRunner().invoke(app, ["train", str(pictures), *words, str(run)])
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -86,19 +91,7 @@ def test_an_occupied_folder_is_refused_before_the_units_are_counted(
     (tmp_path / "run" / "letters.txt").write_text("mine")
     with pytest.raises(ArgumentError, match="must be a new or an empty folder"):
         train(config_of(pictures), run=tmp_path / "run")
-    given = [
-        "train",
-        pictures,
-        "--target-epsilon",
-        8,
-        "--steps",
-        3,
-        "--model",
-        "linear",
-        "--option",
-        f"image_size={SIDE}",
-    ]
-    done = CliRunner().invoke(app, [str(each) for each in (*given, "--output", tmp_path / "run")])
+    done = trained_by_command(pictures, tmp_path / "run")
     assert done.exit_code == 2
     assert "num_units" not in done.output
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["letters.txt"]
@@ -113,19 +106,7 @@ def test_the_count_is_told_only_once_it_is_charged(
         raise DPVisionError("no space is left")
 
     monkeypatch.setattr("dpvision.training.start.Ledger.create", disk_full)
-    given = [
-        "train",
-        pictures,
-        "--target-epsilon",
-        8,
-        "--steps",
-        3,
-        "--model",
-        "linear",
-        "--option",
-        f"image_size={SIDE}",
-    ]
-    done = CliRunner().invoke(app, [str(each) for each in (*given, "--output", tmp_path / "run")])
+    done = trained_by_command(pictures, tmp_path / "run")
     assert done.exit_code != 0
     assert "no space is left" in done.output
     assert "num_units" not in done.output

@@ -18,9 +18,7 @@ _NETWORKS = ("resnet9", "scaleresnet9", "wrn16_4", "shoefit_cifar")
 
 
 def rows_of(count: int) -> Tensor:
-    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1)).contiguous(
-        memory_format=torch.channels_last
-    )
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
 def network(name: str = "resnet9") -> nn.Module:
@@ -53,6 +51,24 @@ def test_layers_that_compute_something_else_are_not_used(monkeypatch: pytest.Mon
     model = network()
     with quick_forward(model, rows_of(2)) as quick:
         assert quick is model
+
+
+class Viewing(nn.Module):
+    """Flattens by ``view``, which channels-last pictures do not allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Linear(8 * 32 * 32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.norm(self.conv(x))).view(len(x), -1))
+
+
+def test_a_model_that_needs_the_other_layout_gets_it() -> None:
+    model, rows = Viewing().eval(), rows_of(3)
+    with quick_forward(model, rows) as quick, torch.no_grad():
+        assert quick is model
+        torch.testing.assert_close(quick(rows), model(rows))
 
 
 def test_a_model_that_gives_no_numbers_is_left_alone() -> None:

@@ -48,16 +48,11 @@ def outputs_of(
     first = next(batches, None)
     if first is None:
         return
-    with quick_forward(network, _arranged(first[:_COMPARED])) as forward:
+    with quick_forward(network, first[:_COMPARED]) as forward:
         for inputs in itertools.chain([first], batches):
             with torch.no_grad():
-                parts = [forward(part) for part in _arranged(inputs).split(_AT_ONCE)]
+                parts = [forward(part) for part in inputs.split(_AT_ONCE)]
             yield torch.cat(parts)
-
-
-def _arranged(inputs: Tensor) -> Tensor:
-    """Pictures with channels last, as the fast layers want them."""
-    return inputs.contiguous(memory_format=torch.channels_last) if inputs.dim() == 4 else inputs
 
 
 def _replacements(
