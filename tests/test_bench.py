@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner, Result
@@ -160,6 +163,28 @@ def test_memory_is_measured_in_a_process_of_its_own() -> None:
     # Gradient and momentum, each as large as the weights; model and data were there before.
     assert found.added_bytes is not None
     assert found.added_bytes >= 2 * 10 * 2**16 * 4
+
+
+def test_memory_counts_what_a_step_holds_and_not_the_code_that_it_reads_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 64 << 20
+    (tmp_path / "library").write_bytes(bytes(size))
+    kept: list[object] = []
+
+    def reads() -> None:
+        mapped = np.memmap(tmp_path / "library", dtype=np.uint8, mode="r")
+        kept.append((mapped, int(mapped.sum())))
+
+    def holds() -> None:
+        kept.append(np.ones(size, dtype=np.uint8))
+
+    def measured_for(step: Callable[[], None]) -> int:
+        monkeypatch.setattr("dpvision.bench.memory.contender", lambda _: SimpleNamespace(make=lambda _: step))
+        return memory.added_bytes("any", TINY)
+
+    assert measured_for(reads) < size / 4
+    assert measured_for(holds) >= 2 * size
 
 
 def test_a_contender_that_cannot_run_has_no_memory_but_a_reason(capsys: pytest.CaptureFixture[str]) -> None:

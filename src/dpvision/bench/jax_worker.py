@@ -278,7 +278,7 @@ def serve(folder: Path, say: Callable[[object], None]) -> None:
         held = {name: jnp.asarray(arrays[name]) for name in arrays.files}
     rows, targets, expected = (held.pop(name) for name in ("rows", "targets", "expected"))
     trained = {name: held.pop(name) for name in program["trained"]}
-    before = resident("VmRSS")
+    before, code_before = resident("VmRSS"), resident("RssFile")
     forget_peak()
     try:
         unknown = sorted({node["operation"] for node in program["nodes"]} - OPERATIONS.keys())
@@ -291,7 +291,8 @@ def serve(folder: Path, say: Callable[[object], None]) -> None:
     state = optimizer.init(trained)
     for asked in sys.stdin:
         if asked.strip() == "memory":
-            say(max(0, resident("VmHWM") - before))
+            code = max(0, resident("RssFile") - code_before)
+            say(max(0, resident("VmHWM") - before - code))
             continue
         started = time.perf_counter()
         trained, state = jax.block_until_ready(step(trained, state, held, rows, targets))

@@ -1,7 +1,8 @@
 """Peak memory of one contender's steps, measured in a process of its own: ``python -m dpvision.bench.memory JSON``.
 
 Model and data are built first; what the steps take beyond that is the figure. The first step is among them: whatever
-it compiles or tries out must fit as well.
+it compiles or tries out must fit as well. Program code that a step is the first to touch is not: the kernel maps it
+from its file, and can drop it again.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ _SELF: Final = Path("/proc/self")
 
 
 def added_bytes(name: str, workload: Workload) -> int:
-    """The most resident memory during a few steps, minus what was resident before the first."""
+    """The most resident memory during a few steps, minus what was resident before the first and program code."""
     with quiet():
         step = contender(name).make(workload)
-        before = _resident("VmRSS")
+        before, code_before = _resident("VmRSS"), _resident("RssFile")
         _forget_peak()
         for _ in range(STEPS):
             step()
-    return max(0, _resident("VmHWM") - before)
+    code = max(0, _resident("RssFile") - code_before)
+    return max(0, _resident("VmHWM") - before - code)
 
 
 def _resident(field: str) -> int:
