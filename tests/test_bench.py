@@ -238,6 +238,22 @@ def test_the_reference_always_takes_part_and_the_order_is_the_usual_one() -> Non
     assert any(one.compiles for one in default(compile_=True))
 
 
+def test_a_suite_can_be_cut_down_to_some_of_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Item] = []
+
+    def watched(items: list[Item], *_: Any) -> Figures:
+        seen.extend(items)
+        raise ArgumentError("enough")
+
+    monkeypatch.setattr("dpvision.bench.run", watched)
+    assert dpvision("--suite", "quick,targets", "--model", "scaleresnet9,unet9").exit_code == 2
+    assert [item.workload.title for item in seen] == [
+        "scaleresnet9, 32 px, batch 8",
+        "scaleresnet9, 32 px, batch 256",
+        "unet9, 128 px, batch 32",
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -251,6 +267,7 @@ def test_the_reference_always_takes_part_and_the_order_is_the_usual_one() -> Non
         ("--image-size 0", "image_size"),
         ("--microbatch-size 0", "microbatch_size"),
         ("--suite quick --batch 3", "batch"),
+        ("--suite quick --model resnet18", "resnet18"),
         ("--model resnet9 --image-size 3", "can't take such rows"),
         ("--write nowhere/x.md", "folder"),
         ("--write page.html", "Markdown"),

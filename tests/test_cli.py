@@ -194,6 +194,16 @@ def test_a_signal_saves_and_stops_cleanly_and_the_run_can_go_on(tmp_path: Path, 
     assert 20 <= charged < 4000
 
 
+def test_a_reader_that_has_seen_enough_ends_a_list_without_a_word() -> None:
+    command = [sys.executable, "-m", "dpvision", "recipes"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1  # not 2: nothing was wrong with what was asked
+
+
 @pytest.mark.parametrize("arguments", ["epsilon --steps abc", "nonsense", "train --target-epsilon", "epsilon --nope 3"])
 def test_a_bad_flag_is_one_line_and_exit_code_2(arguments: str) -> None:
     command = [sys.executable, "-m", "dpvision", *arguments.split()]

@@ -12,14 +12,21 @@ from torch import Tensor, nn
 
 from dpvision import native
 from dpvision.checks import ArgumentError
-from dpvision.grads import Performance, clipped_sum_of_batch, oracle, unclipped_sum_of_batch
+from dpvision.grads import (
+    Performance,
+    clipped_sum_of_batch,
+    oracle,
+    ordinary,
+    ordinary_gradient,
+    unclipped_sum_of_batch,
+)
 from dpvision.grads.admission import plan_for
 from dpvision.grads.engine import Rows
 from dpvision.grads.fast import fast_twin, holding
 from dpvision.grads.fast.conv import Winograd, WinogradConv2d, WinogradWSConv2d
 from dpvision.grads.fast.norm import FusedNorm
 from dpvision.models.layers import WSConv2d
-from grads_support import distance, relative_error, total_norm, wavy_loss
+from grads_support import PaddedDraw, distance, relative_error, total_norm, wavy_loss
 
 needs_kernels = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.reason()}")
 # Winograd's transforms lose about five bits of float32's twenty-four in each of up to three layers.
@@ -264,6 +271,34 @@ def test_without_clipping_the_twins_sum_is_the_ordinary_gradient() -> None:
         names = dict(model.named_parameters())
         true = torch.autograd.grad(wavy_loss(model(x), y).sum(), list(names.values()))
         assert relative_error(found, dict(zip(names, true, strict=True))) <= TOLERANCE
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows_per_unit", [1, 2])
+def test_ordinary_training_goes_through_the_fast_layers_and_gets_the_same_gradient(
+    rows_per_unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (x, y) = seeded(NETWORKS["torchvision style"]), rows(6, 8)
+    draw = PaddedDraw(x, y, rows_per_unit=rows_per_unit)
+    by_autograd = ordinary_gradient(model, wavy_loss, draw, divisor=4.0, performance=PLAIN)
+    monkeypatch.setattr(ordinary, "_by_autograd", None)  # whoever asks for it now fails
+    found = ordinary_gradient(model, wavy_loss, draw, divisor=4.0, performance=Performance(microbatch_size=4))
+    assert relative_error(found, by_autograd) <= TOLERANCE
+    assert {part.dtype for part in found.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "mixing",
+    [nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)],
+    ids=["the engine refuses it", "the engine has no fast layer for it"],
+)
+def test_ordinary_training_takes_models_that_the_engine_does_not(mixing: nn.Module) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), mixing, nn.Flatten(), nn.Linear(8 * 64, 3))
+    x, y = rows(4, 8)
+    whole = Performance(microbatch_size=4)  # BatchNorm would see the padding of a larger one
+    found = ordinary_gradient(model, wavy_loss, PaddedDraw(x, y), divisor=4.0, performance=whole)
+    true = torch.autograd.grad(wavy_loss(model(x), y).mean(), list(model.parameters()))
+    assert relative_error(found, dict(zip(found, true, strict=True))) <= TOLERANCE
 
 
 @needs_kernels

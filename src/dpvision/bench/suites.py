@@ -22,21 +22,25 @@ _CATALOGUE_BATCH: Final = {
     "scatter_cnn": 256,
     "wrn40_4": 32,
     "wrn28_10": 8,
-    "resnet34": 16,
-    "resnet50": 16,
-    "scaleresnet50": 16,
-    "densenet121": 16,
-    "efficientnet_b0": 16,
+    "resnet34": 8,
+    "resnet50": 8,
+    "scaleresnet50": 8,
+    "densenet121": 8,
+    "efficientnet_b0": 8,
+    "efficientnet_lite0": 8,
+    "smoothnet": 32,
+    "wrn16_4": 32,
+    "scalewrn16_4": 32,
     "nf_resnet50": 8,
     "nf_resnet200": 2,
     "nfnet_f0": 2,
     "nfnet_f3": 1,
-    "unet9": 16,
-    "scaleunet9": 16,
-    "linknet9": 16,
-    "scalelinknet9": 16,
+    "unet9": 8,
+    "scaleunet9": 8,
+    "linknet9": 8,
+    "scalelinknet9": 8,
 }
-_CATALOGUE_SIZE: Final = {"segmentation": 128}
+_CATALOGUE_SIZE: Final = {"unet9": 64, "scaleunet9": 64, "linknet9": 64, "scalelinknet9": 64, "nfnet_f3": 160}
 _SCALED_BATCHES: Final = (256, 1024, 4096, 16_384)
 
 
@@ -84,7 +88,7 @@ def _peers() -> tuple[Item, ...]:
     return tuple(
         Item(
             suite="peers",
-            workload=Workload.of(model, batch=batch, image_size=_CATALOGUE_SIZE.get(models.entry(model).family)),
+            workload=Workload.of(model, batch=batch),
         )
         for model, batch in sizes.items()
     )
@@ -97,7 +101,7 @@ def _catalogue() -> tuple[Item, ...]:
             workload=Workload.of(
                 entry.name,
                 batch=_CATALOGUE_BATCH.get(entry.name, _USUAL_BATCH),
-                image_size=_CATALOGUE_SIZE.get(entry.family),
+                image_size=_CATALOGUE_SIZE.get(entry.name),
             ),
             contenders=_FEW,
         )

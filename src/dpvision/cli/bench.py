@@ -19,14 +19,16 @@ Count = int | None
 
 
 def bench(
-    model: Annotated[str | None, typer.Option(help="A model's name. Default: shoefit_cnn.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model's name, or with --suite those to take. Default: shoefit_cnn.")
+    ] = None,
     batch: Annotated[Count, typer.Option(help="Privacy units in a step. Default: 256.")] = None,
     image_size: Annotated[Count, typer.Option(help="Side of a picture (1: features). Default: the paper's.")] = None,
     in_channels: Annotated[Count, typer.Option(help="Channels of a picture. Default: the paper's.")] = None,
     views: Annotated[Count, typer.Option(help="Rows per unit, ordinary steps have as many. Default: 1.")] = None,
     microbatch_size: Annotated[Count, typer.Option(help="Units at a time. Default: chosen.")] = None,
     suite: Annotated[
-        str | None, typer.Option(help="targets, catalogue, scaling or quick; several with commas.")
+        str | None, typer.Option(help="targets, peers, catalogue, scaling or quick; several with commas.")
     ] = None,
     contenders: Annotated[str | None, typer.Option(help="Names with commas, instead of everybody.")] = None,
     compile_: Annotated[bool, typer.Option("--compile", help="Also the variants that are compiled.")] = False,
@@ -89,9 +91,18 @@ def _items(asked: dict[str, Any]) -> list[Item]:
 
 def _suites(names: str, asked: dict[str, Any]) -> list[Item]:
     from dpvision.bench import suite
+    from dpvision.checks import ArgumentError
 
+    chosen = asked.pop("model", None)
     _refuse_both("suite", asked)
-    return [item for name in _names(names) for item in suite(name)]
+    items = [item for name in _names(names) for item in suite(name)]
+    if chosen is None:
+        return items
+    there = {item.workload.model for item in items}
+    for name in _names(chosen):
+        if name not in there:
+            raise ArgumentError(f"--suite {names} has no model {name!r}. It has: {', '.join(sorted(there))}.")
+    return [item for item in items if item.workload.model in _names(chosen)]
 
 
 def _earlier(paths: list[Path], asked: dict[str, Any]) -> Figures:

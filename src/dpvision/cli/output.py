@@ -23,6 +23,8 @@ def user_errors() -> Iterator[None]:
         yield
     except DPVisionError as error:
         fail(str(error))
+    except BrokenPipeError:
+        raise  # whoever reads our output has seen enough, and needs no word about it
     except OSError as error:
         fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}.")
     except MemoryError:

@@ -7,10 +7,14 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from dpvision.checks import Problems
-from dpvision.flow import Batch
+from dpvision.checks import ArgumentError, PrivacyError, Problems
+from dpvision.flow import Batch, Microbatch
+from dpvision.grads.admission import plan_for
 from dpvision.grads.duties import trainable
+from dpvision.grads.engine import unclipped_sum_of_batch
+from dpvision.grads.fast.conv import Winograd
 from dpvision.grads.performance import Performance
+from dpvision.grads.plan import Plan
 from dpvision.grads.units import LossFunction, row_losses
 
 _UNITS: Final = 128
@@ -19,13 +23,35 @@ _UNITS: Final = 128
 def ordinary_gradient(
     model: nn.Module, loss_fn: LossFunction, batch: Batch, *, divisor: float, performance: Performance
 ) -> dict[str, Tensor]:
-    """The gradient of the units' summed losses divided by ``divisor``, by plain autograd.
+    """The gradient of the units' summed losses divided by ``divisor``.
 
-    BatchNorm is allowed and moves its statistics; it then sees one micro-batch at a time.
+    By the engine where it has fast convolutions for the model, else by plain autograd. There BatchNorm is allowed and
+    moves its statistics; it sees one micro-batch at a time.
     """
     problems = Problems()
     problems.positive("divisor", divisor)
     problems.raise_if_any()
+    first = next(batch.microbatches(1), None)
+    if first is not None and fast_plan(model, loss_fn, first, performance) is not None:
+        totals = unclipped_sum_of_batch(model, loss_fn, batch, performance=performance)
+    else:
+        totals = _by_autograd(model, loss_fn, batch, performance)
+    return {name: (totals[name] / divisor).to(parameter.dtype) for name, parameter in trainable(model).items()}
+
+
+def fast_plan(model: nn.Module, loss_fn: LossFunction, like: Microbatch, performance: Performance) -> Plan | None:
+    """The engine's plan, for a model that it takes and has fast convolutions for; a model that it refuses has none."""
+    try:
+        plan = plan_for(model, loss_fn, like, performance)
+    except ArgumentError:
+        raise  # settings that can't be had, kernels say
+    except (PrivacyError, RuntimeError, ValueError):
+        return None  # units may mix here: autograd takes any model, and says itself what it can't compute
+    layers = () if plan.twin is None else plan.twin.modules()
+    return plan if any(isinstance(layer, Winograd) for layer in layers) else None
+
+
+def _by_autograd(model: nn.Module, loss_fn: LossFunction, batch: Batch, performance: Performance) -> dict[str, Tensor]:
     parameters = trainable(model)
     totals = {name: torch.zeros_like(parameter.detach()) for name, parameter in parameters.items()}
     for microbatch in batch.microbatches(performance.microbatch_size or _UNITS):
@@ -38,4 +64,4 @@ def ordinary_gradient(
         for name, gradient in zip(parameters, found, strict=True):
             if gradient is not None:
                 totals[name] += gradient
-    return {name: total / divisor for name, total in totals.items()}
+    return totals

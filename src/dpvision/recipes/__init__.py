@@ -6,6 +6,7 @@ import difflib
 from functools import cache
 
 from dpvision.checks import ArgumentError
+from dpvision.recipes.cifar100_features import cifar100_feature_recipes
 from dpvision.recipes.datasets import place_data
 from dpvision.recipes.demo import demo
 from dpvision.recipes.features import feature_recipes
@@ -43,6 +44,7 @@ def all_recipes() -> tuple[Recipe, ...]:
         *smoothnet_recipes(),
         *scale_recipes(),
         *feature_recipes(),
+        *cifar100_feature_recipes(),
         *small_cnn_recipes(),
     )
 

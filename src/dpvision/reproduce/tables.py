@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 from dpvision.checks import ArgumentError
-from dpvision.recipes import features, scale, scalenorm, segmentation, shoefit, shoefit_cifar, smoothnet
+from dpvision.recipes import (
+    cifar100_features,
+    features,
+    scale,
+    scalenorm,
+    segmentation,
+    shoefit,
+    shoefit_cifar,
+    smoothnet,
+)
 from dpvision.recipes.recipe import Recipe
 from dpvision.reproduce.table import Row, Table
 
@@ -95,6 +104,8 @@ def _shoefit_transfer() -> Iterator[Row]:
     for kind in shoefit_cifar.FIGURES:
         for epochs, epsilon in shoefit_cifar.LADDER.items():
             yield Row(f"{words[kind]}, epsilon {epsilon:g}", shoefit_cifar.fine_tuning_name(kind, epochs))
+    for epsilon in cifar100_features.HEADS:
+        yield Row(f"Max-100 with ResNet-9, epsilon {epsilon:g}", cifar100_features.head_name(epsilon))
 
 
 def _scalenorm_table1() -> Iterator[Row]:

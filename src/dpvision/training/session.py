@@ -17,7 +17,7 @@ from dpvision.config import RunConfig, required
 from dpvision.data import FeatureDraws, Normalisation, PoissonDraws, ViewSettings
 from dpvision.evaluate import MaskMetrics, Metrics
 from dpvision.flow import Microbatch
-from dpvision.grads import Finding, plan_for, require_private_ready
+from dpvision.grads import Finding, fast_plan, plan_for, require_private_ready
 from dpvision.grads import preflight as find_problems
 from dpvision.keys import Keys
 from dpvision.ledger import Ledger
@@ -214,12 +214,13 @@ def settle_plans(learner: Learner, config: RunConfig, pictures: Pictures, device
     inputs, targets = made_up_like(pictures, device)
     rows = required(config.data.rows_per_unit, "rows_per_unit") * view_settings(config).count
     unit = torch.full((1, rows), 1 / rows, dtype=torch.float64, device=device)
+    decide = plan_for if config.privacy.enabled else fast_plan
     for phase in learner.phases:
         set_trained(learner.model, phase)
         seen = inputs if phase.front is None else features_of(phase.front, inputs)
         like = Microbatch(seen[:1].repeat_interleave(rows, 0), targets[:1].repeat_interleave(rows, 0), unit)
         with fitting_shape(pictures.train.image_shape):
-            plan_for(phase.network, loss_of(config, pictures), like, config.performance)
+            decide(phase.network, loss_of(config, pictures), like, config.performance)
     set_trained(learner.model, learner.phases[0])
 
 

@@ -54,7 +54,7 @@ def begin(
         set_trained(learner.model, learner.phases[-1])  # who learns at all, learns in the last phase
         findings = preflight(learner.model, config, pictures, device)
         prepared = replace(prepared, notes=(*prepared.notes, *map(str, findings)))
-        settle_plans(learner, config, pictures, device)
+    settle_plans(learner, config, pictures, device)
     draw_weights(learner.model, config, pictures, bound)
     folder = RunFolder.create(path)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
@@ -94,8 +94,7 @@ def come_back(path: Path, *, allow_fork: bool, device: str, say: Say = silently)
     binding = binding_of(config, pictures, run_id=stored.run_id, device=device)
     require_permission(differences(stored.bindings[-1], binding), allow_fork=allow_fork)
     learner = make_learner(config, pictures, device)
-    if config.privacy.enabled:
-        settle_plans(learner, config, pictures, device)
+    settle_plans(learner, config, pictures, device)
     with fitting(checkpoint):
         load_model(learner.model, checkpoint)
     normalisation = normalisation_of(config)
