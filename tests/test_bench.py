@@ -410,11 +410,49 @@ def test_a_failed_run_leaves_the_old_page(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_earlier_figures_can_be_read_joined_and_written(tmp_path: Path, tiny_run: dict[str, Any]) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(tiny_run))
-    result = dpvision("--read", tmp_path / "a.json", "--read", tmp_path / "a.json", "--write", tmp_path / "x.md")
+    other = json.loads(json.dumps(tiny_run))
+    other["results"][0]["workload"]["batch"] = 5
+    for name, figures in {"a": tiny_run, "b": other}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(figures))
+    result = dpvision("--read", tmp_path / "a.json", "--read", tmp_path / "b.json", "--write", tmp_path / "x.md")
     assert result.exit_code == 0, result.output
-    assert result.stdout.count("shoefit_cnn, 28 px, batch 4\n") == 2
+    assert result.stdout.count("shoefit_cnn, 28 px, batch 4\n") == 1
+    assert result.stdout.count("shoefit_cnn, 28 px, batch 5\n") == 1
     assert "--model shoefit_cnn --batch 4" in (tmp_path / "x.md").read_text()
+
+
+def test_the_chart_of_a_long_page_shows_its_first_suites_and_the_tables_show_all(tmp_path: Path) -> None:
+    one = a_page().results[0]
+    suites = [("targets", 8), ("peers", 3), ("catalogue", 30)]
+    results = [
+        replace(one, suite=suite, workload=replace(one.workload, batch=1000 + 100 * i + j))
+        for i, (suite, count) in enumerate(suites)
+        for j in range(count)
+    ]
+    write_page(replace(a_page(), results=tuple(results)), tmp_path / "x.md")
+    chart, text = (tmp_path / "x.svg").read_text(), (tmp_path / "x.md").read_text()
+    assert "batch 1,102" in chart
+    assert "batch 1,200" not in chart
+    assert "batch 1,229" in text
+
+
+def test_a_workload_that_was_measured_again_has_its_newest_figures() -> None:
+    first = a_page()
+    again = replace(first, results=tuple(replace(one, flops=one.flops + 1) for one in first.results[:1]))
+    both = joined([first, again])
+    assert [one.workload for one in both.results] == [one.workload for one in first.results]
+    assert [one.flops - old.flops for one, old in zip(both.results, first.results, strict=True)] == [
+        1,
+        *[0] * (len(first.results) - 1),
+    ]
+
+
+def test_joined_figures_keep_the_workloads_of_a_suite_together() -> None:
+    first = a_page()
+    larger = replace(first.results[0], workload=replace(first.results[0].workload, batch=7))
+    suites = [one.suite for one in joined([first, replace(first, results=(larger,))]).results]
+    assert len(suites) == len(first.results) + 1
+    assert suites == sorted(suites, key=suites.index)
 
 
 def test_figures_of_two_machines_are_not_joined() -> None:

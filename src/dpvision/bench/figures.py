@@ -194,16 +194,21 @@ def load(path: Path) -> Figures:
 
 
 def joined(runs: Sequence[Figures]) -> Figures:
-    """Several runs on one machine as one. Refuses runs that can't be compared."""
+    """Several runs on one machine as one; a workload that was measured again has its newest figures.
+
+    Refuses runs that can't be compared.
+    """
     first = runs[0]
     for other in runs[1:]:
         if (other.machine, other.threads) != (first.machine, first.threads):
             raise ArgumentError("figures can be joined only if they come from one machine and number of threads.")
+    newest = {(result.suite, result.workload): result for run in runs for result in run.results}
+    suites = list(dict.fromkeys(suite for suite, _ in newest))
     return replace(
         first,
         repeats=min(run.repeats for run in runs),
         peak_flops=max(run.peak_flops for run in runs),
-        results=tuple(result for run in runs for result in run.results),
+        results=tuple(sorted(newest.values(), key=lambda result: suites.index(result.suite))),
     )
 
 

@@ -46,6 +46,7 @@ Shares of the peak count the operations of an ordinary step's convolutions and m
 fewer, so that a private step may pass 100 %.
 """
 
+_MOST_CHARTED: Final = 16
 KEPT: Final = "<!-- Notes. Everything below this line stays when the page is written anew. -->"
 
 
@@ -57,13 +58,21 @@ def require_writable(path: Path) -> None:
         raise ArgumentError(f"write must name a file in a folder that exists, got {str(path)!r}.")
 
 
+def _charted(results: Sequence[Result]) -> Sequence[Result]:
+    """All of a short page; of a long one, the first suites that fit a picture."""
+    ends = [i for i in range(1, len(results)) if results[i].suite != results[i - 1].suite]
+    if len(results) <= _MOST_CHARTED or not ends:
+        return results
+    return results[: max((end for end in ends if end <= _MOST_CHARTED), default=ends[0])]
+
+
 def write_page(figures: Figures, path: Path) -> None:
     """The page at ``path``, its chart (.svg) and all raw figures (.json) beside it; the page last."""
     chart = path.with_suffix(".svg")
     raw = json.dumps(figures.to_dict(), indent=1, allow_nan=False) + "\n"
     contents = {
         path.with_suffix(".json"): raw.encode(),
-        chart: bar_chart(figures.results),
+        chart: bar_chart(_charted(figures.results)),
         path: f"{page(figures, chart=chart.name)}\n{_notes(path)}".encode(),
     }
     with disk_errors(f"write {path.name}"):
@@ -120,7 +129,7 @@ def _sections(suite: str, results: Sequence[Result], figures: Figures) -> Iterat
         yield _growth(results)
     yield "### Every contender, × eager\n"
     yield _everybody(results)
-    yield "### Peak memory, MiB beyond model and data\n"
+    yield "### Peak memory, MiB beyond model, data and code\n"
     yield _memory(results)
     if any(result.breakdown for result in results):
         yield "### Where a private step's time goes\n"
