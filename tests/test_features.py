@@ -228,6 +228,23 @@ def test_a_picture_and_its_mirror_image_are_one_unit_with_half_a_share_each() ->
 # ---- runs
 
 
+def test_a_run_with_two_views_that_differ_by_a_flip_keeps_mirror_images_of_training_pictures_alone(
+    tmp_path: Path, pictures: Path
+) -> None:
+    config = scatter_config(pictures, views={"count": 2, "flip": 0.5})
+    session, _ = begin(config, tmp_path / "run", seed=3, device="cpu")
+    session.folder.close()
+    assert session.features is not None
+    scattered = session.phase.front
+    assert scattered is not None
+    x = session.normalisation.apply(session.pictures.train.images)
+    kept_NWF = session.features.train.values_NWF
+    assert kept_NWF.shape[1] == 2
+    for way, images in enumerate((x, x.flip(-1))):
+        torch.testing.assert_close(kept_NWF[:, way].float(), scattered(images), rtol=1e-3, atol=1e-3)
+    assert session.features.test.values_NWF.shape[1] == 1
+
+
 def test_the_figures_of_a_run_on_features_are_those_of_the_released_model(tmp_path: Path, pictures: Path) -> None:
     train(scatter_config(pictures, model={"name": "scatter_cnn"}), run=tmp_path / "run", seed=3)
     assert verify(tmp_path / "run").ok

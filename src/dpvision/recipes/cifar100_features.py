@@ -69,6 +69,7 @@ def _head(epsilon: float) -> Recipe:
         ),
         privacy=CIFAR10.private(epsilon=epsilon, batch=_BATCH, steps=steps, clip_norm=0.1),
         optimizer=OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.9),
+        cache_features="disk",
     )
     return Recipe(
         config=config,
