@@ -9,7 +9,7 @@ from dpvision.config import ModelConfig, RunConfig, TransferConfig, ViewsConfig
 from dpvision.optim import AveragingSettings, OptimizerSettings, ScheduleSettings
 from dpvision.recipes.datasets import CIFAR10, CIFAR100, reduced
 from dpvision.recipes.features import PUBLIC
-from dpvision.recipes.recipe import NOT_RUN, Recipe, changed
+from dpvision.recipes.recipe import Recipe, changed
 
 _PRETRAINING: Final = "cifar100-resnet9-features"
 _MODEL: Final = ModelConfig(name="resnet9")
@@ -17,8 +17,8 @@ _PASSES: Final = 6
 _BATCH: Final = 8192
 # Epsilon → steps, rate, what we saw. Both epsilons are steps of Papernot et al.'s ladder.
 HEADS: Final[dict[float, tuple[int, float, str]]] = {
-    1.04: (200, 4.0, NOT_RUN),
-    2.12: (300, 8.0, NOT_RUN),
+    1.04: (200, 4.0, "73.02 ± 0.22 % (n = 3)"),
+    2.12: (300, 8.0, "75.11 ± 0.33 % (n = 3)"),
 }
 
 
@@ -53,6 +53,7 @@ def _pretraining() -> Recipe:
         summary="pre-training of ResNet-9 on CIFAR-100, no privacy",
         figure="none",
         differs=("CIFAR-100 is declared public",),
+        ours="56.82 % (n = 1)",
         cpu=changed(config, name=f"{config.name}-cpu"),
         reduction=f"nothing: {_PASSES} passes",
     )
