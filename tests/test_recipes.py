@@ -74,8 +74,9 @@ def test_a_figure_of_ours_stands_in_the_results_with_its_n() -> None:
     claimed = [recipe for recipe in all_recipes() if recipe.ours != NOT_RUN and recipe.name != "demo"]
     assert len(claimed) >= 3
     for recipe in claimed:
-        found = re.fullmatch(r"(\d+\.\d+ ± \d+\.\d+) % \(n = (\d+)\)", recipe.ours)
+        found = re.fullmatch(r"(\d+\.\d+(?: ± \d+\.\d+)?) % \(n = (\d+)\)", recipe.ours)
         assert found, recipe.ours
+        assert ("±" in found[1]) == (found[2] != "1")
         row = next(line for line in results.splitlines() if f"`{recipe.name}`" in line)
         assert f"| {found[1]} | {found[2]} |" in row
 
