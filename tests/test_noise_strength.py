@@ -156,10 +156,10 @@ def test_every_bit_of_the_secret_and_of_a_seed_gives_other_noise_everywhere() ->
     secret = int.from_bytes(KEYS.secret, "big")
     others = [Keys((secret ^ (1 << bit)).to_bytes(32, "big"), KEYS.context) for bit in range(256)]
     seeds = [Keys.from_seed(31 ^ (1 << bit)).bind("strength") for bit in range(128)]
-    sums = ClippedSum({"w": torch.zeros(count, dtype=torch.float64)}, MECHANISM.clip_norm)
-    draws = np.stack(
-        [privatize(sums, MECHANISM, keys, step=0).gradients["w"].numpy() for keys in (KEYS, *others, *seeds)]
-    )
+    sums = {"w": torch.zeros(count, dtype=torch.float64)}
+    clipped = [ClippedSum(sums, MECHANISM.clip_norm) for _ in range(1 + 256 + 128)]
+    each = zip(clipped, (KEYS, *others, *seeds), strict=True)
+    draws = np.stack([privatize(one, MECHANISM, keys, step=0).gradients["w"].numpy() for one, keys in each])
     assert len(np.unique(draws)) > draws.size - 30  # about 4 of 192,500 meet by chance
     correlations = np.corrcoef(draws)[np.triu_indices(len(draws), 1)]
     assert np.abs(correlations).max() < 7.5 / math.sqrt(count)  # 73,920 pairs at 6e-14: false alarm 5e-9

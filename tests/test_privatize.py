@@ -64,10 +64,26 @@ def test_the_same_test_rejects_noise_of_a_wrong_size(factor: float, monkeypatch:
     assert not stddev_is_right(MECHANISM)
 
 
+def test_a_sum_is_released_once_and_gone_then() -> None:
+    clipped = zeros(3)
+    released(clipped)
+    assert not clipped.gradients
+    for step in (0, 1):
+        with pytest.raises(PrivacyError, match="has been released"):
+            released(clipped, step=step)
+
+
+def test_a_sum_that_was_refused_can_still_be_released() -> None:
+    clipped = zeros(3)
+    with pytest.raises(PrivacyError, match="clipped to"):
+        released(clipped, dataclasses.replace(MECHANISM, clip_norm=0.5))
+    assert released(clipped).shape == (3,)
+
+
 def test_each_parameter_and_step_has_its_own_noise() -> None:
-    sums = ClippedSum({"a": torch.zeros(500), "b": torch.zeros(500)}, 0.37)
+    sums = {"a": torch.zeros(500), "b": torch.zeros(500)}
     drawn = [
-        privatize(sums, MECHANISM, keys, step=step).gradients[name].numpy()
+        privatize(ClippedSum(sums, 0.37), MECHANISM, keys, step=step).gradients[name].numpy()
         for keys in (KEYS, KEYS.bind("fork"))
         for step in (0, 1)
         for name in ("a", "b")
@@ -136,11 +152,11 @@ def test_release_uses_the_noise_that_pays_for_the_rounding(monkeypatch: pytest.M
 
 @both_generators
 def test_release_is_bit_equal_for_every_thread_count(two_thread_counts: tuple[int, int]) -> None:
-    sums = ClippedSum({"w": torch.randn(300, 301)}, 0.37)
+    sums = torch.randn(300, 301)
     releases = []
     for threads in two_thread_counts:
         torch.set_num_threads(threads)
-        releases.append(released(sums))
+        releases.append(released(ClippedSum({"w": sums}, 0.37)))
     assert releases[0].tobytes() == releases[1].tobytes()
 
 

@@ -73,16 +73,22 @@ def charge_for(sampling: Sampling, mechanism: Mechanism) -> Event:
 
 @final
 class ClippedSum:
-    """The exact sum over units of their clipped gradients. Sensitive: only ``noise.privatize`` may open it.
+    """The exact sum over units of their clipped gradients. Sensitive: only ``noise.privatize`` may open it, and once.
 
     Guarantee: adding or removing one unit moves it by at most ``clip_norm`` in L2.
     """
 
-    __slots__ = ("clip_norm", "gradients")
+    __slots__ = ("clip_norm", "gradients", "taken")
 
     def __init__(self, gradients: Mapping[str, Tensor], clip_norm: float) -> None:
-        self.gradients = gradients
+        self.gradients: Mapping[str, Tensor] = gradients
         self.clip_norm = clip_norm
+        self.taken = False
+
+    def take(self) -> dict[str, Tensor]:
+        """The sums, which are gone from here afterwards: noise is drawn once for each, and memory is freed with it."""
+        sums, self.gradients, self.taken = dict(self.gradients), {}, True
+        return sums
 
     def __repr__(self) -> str:
         return f"ClippedSum({len(self.gradients)} parameters, clip_norm={self.clip_norm}, sensitive)"

@@ -27,7 +27,7 @@ FAST = (
     *mutations(
         "test_grads_fast_hazards",
         "grads/rules/standardised.py",
-        ("rounding hides a standardised gradient", "terms = max(64, facts.z_OD.shape[1] / 2)", "terms = 8"),
+        ("rounding hides a standardised gradient", "terms = max(64, facts.entries / 2)", "terms = 8"),
     ),
     *mutations(
         "test_grads_fast_hazards",

@@ -20,6 +20,8 @@ NOISE = (
         ("a sum clipped to less passes", "if not clipped.clip_norm ==", "if clipped.clip_norm >"),
         ("a sum that is not finite passes", "    if broken:", "    if False:"),
         ("anything passes as a clipped sum", "if type(clipped) is not ClippedSum:", "if False:"),
+        ("a sum is released twice", "sums = clipped.take()", "sums = dict(clipped.gradients)"),
+        ("a released sum is released anew as nothing", "if clipped.taken:", "if False:"),
     ),
     *mutations(
         "test_noise",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Final, Literal
 
 from torch import nn
@@ -47,10 +48,11 @@ def performance_of(workload: Workload, kernels: Kernels) -> Performance:
 def _private(kernels: Kernels) -> Callable[[Workload], Step]:
     def make(workload: Workload) -> Step:
         model, batch = workload.make_model(), Rows(*workload.make_rows(), workload.views)
-        mechanism, keys, optimizer = mechanism_of(workload), Keys.from_os_entropy(), optimizer_of(model, private=True)
-        performance = performance_of(workload, kernels)
+        mechanism, keys = mechanism_of(workload), Keys.from_os_entropy()
+        performance, made = performance_of(workload, kernels), cache(partial(optimizer_of, model, private=True))
 
         def step() -> None:
+            optimizer = made()  # in the first step: its copy of the weights counts as memory
             with native.switched_off(when=kernels == "plain"):  # the noise has kernels of its own
                 clipped = clipped_sum_of_batch(
                     model, workload.row_losses, batch, clip_norm=CLIP_NORM, performance=performance
@@ -64,9 +66,10 @@ def _private(kernels: Kernels) -> Callable[[Workload], Step]:
 
 def _unclipped(workload: Workload) -> Step:
     model, batch = workload.make_model(), Rows(*workload.make_rows(), workload.views)
-    optimizer, performance = optimizer_of(model, private=False), performance_of(workload, "native")
+    performance, made = performance_of(workload, "native"), cache(partial(optimizer_of, model, private=False))
 
     def step() -> None:
+        optimizer = made()  # in the first step: its copy of the weights counts as memory
         sums = unclipped_sum_of_batch(model, workload.row_losses, batch, performance=performance)
         means = {name: value / workload.batch for name, value in sums.items()}
         optimizer.step(OrdinaryGrad(means, optimizer.steps_taken))

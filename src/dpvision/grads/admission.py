@@ -19,6 +19,7 @@ from dpvision.grads.plan import Plan, search
 from dpvision.grads.probe import probe_like, repeated, restored, same_draws
 from dpvision.grads.refusals import mixture, movement, wrong_gradients
 from dpvision.grads.units import LossFunction, row_losses
+from dpvision.native.memory import give_back_freed_memory
 
 _UNITS: Final = 2
 """Two units are enough to notice each other; every more would cost memory in a large model."""
@@ -55,6 +56,7 @@ def _plan_for(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, p
     known = _KNOWN.get(model)
     if known is None or known.signature != signature:
         plan, proved = _make(model, loss_fn, microbatch, performance)
+        give_back_freed_memory()
         if not proved:
             # Nothing can be compared while gradients are not finite; such units contribute zero in any case.
             return plan

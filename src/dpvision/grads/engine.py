@@ -26,11 +26,13 @@ from dpvision.grads.refusals import movement
 from dpvision.grads.totals import Totals
 from dpvision.grads.units import LossFunction, UnitGradients, unit_gradients
 from dpvision.mechanism import Clipping
+from dpvision.native.memory import give_back_freed_memory
 
 _MOST_PICTURES: Final = 512
 _MOST_FEATURE_ROWS: Final = 4096
 _EVEN: Final = 8
 _FEW: Final = 4
+_LARGE: Final = 1 << 24
 
 
 def clipped_sum(
@@ -116,9 +118,17 @@ def _each_microbatch(
     network = plan.network(model)
     duties = duties_of(network, plan.exceptions)
     with held_through_step(network):
-        for microbatch in batch.microbatches(_microbatch_size(plan, network, first, performance)):
+        for index, microbatch in enumerate(batch.microbatches(_microbatch_size(plan, network, first, performance))):
             arranged = plan.arranged(microbatch)
-            yield arranged, unit_gradients(network, loss_fn, arranged, duties, plan.layouts)
+            found = unit_gradients(network, loss_fn, arranged, duties, plan.layouts)
+            if index == 0 and _is_large(model):
+                give_back_freed_memory()  # the sums come next, and do not fit where activations were
+            yield arranged, found
+
+
+def _is_large(model: nn.Module) -> bool:
+    """Whether sums of all parameters take enough memory to look after it."""
+    return sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
 
 
 def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performance: Performance) -> int:

@@ -26,6 +26,7 @@ from dpvision.grads.probe import evaluation_mode, only_unit, repeated, restored,
 from dpvision.grads.refusals import not_alone
 from dpvision.grads.shares import Share
 from dpvision.grads.units import LossFunction, UnitGradients, row_losses, unit_gradients, with_channels_last
+from dpvision.native.memory import give_back_freed_memory
 
 _TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 0.1}
 """A mistake in the wiring is of order one. In float32, activations that flip at a kink alone make a few percent."""
@@ -112,6 +113,7 @@ def _search_twin(
         return None
     channels_last = _channels_last_pays(model)
     probe = with_channels_last(probe) if channels_last else probe
+    give_back_freed_memory()
     try:
         layouts, misfits = _find_layouts(twin, loss_fn, probe, duties_of(twin, Exceptions()))
         plan = Plan(Exceptions(), layouts, 0, channels_last, twin)
@@ -210,6 +212,7 @@ def _try_out(
 ) -> tuple[int, list[str]]:
     """Bytes that a unit holds, and the parameters whose gradients are not those of a unit by itself."""
     network = plan.network(model)
+    give_back_freed_memory()  # of other shapes: a large model's would lie beside what comes
     with held_through_step(network):
         step = unit_gradients(network, loss_fn, probe, duties_of(network, plan.exceptions), plan.layouts)
         return _compared(model, step, probe.row_weights_UR.shape[0], alone)
@@ -240,15 +243,19 @@ def _right(share: Share | None, alone: list[Tensor], sizes: list[float]) -> bool
         only = torch.zeros(units, dtype=torch.float64, device=gradient.device)
         only[unit] = 1.0
         found = torch.zeros_like(gradient) if share is None else share.finish(share.add_weighted_sum(None, only, None))
-        true_norm = float(gradient.double().norm())
+        true_norm = _length(gradient)
         room = tolerance * (true_norm + size / 100) + _NOTHING
-        if not float((found - gradient).double().norm()) <= room or not abs(norms[unit] - true_norm) <= room:
+        if not _length(found.sub_(gradient)) <= room or not abs(norms[unit] - true_norm) <= room:
             return False
     return True
 
 
 def _norm(gradients: dict[str, Tensor]) -> float:
-    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+    return math.sqrt(sum(_length(gradient) ** 2 for gradient in gradients.values()))
+
+
+def _length(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def _hand_up(model: nn.Module, exceptions: Exceptions, duties: tuple[Duty, ...], wrong: list[str]) -> Exceptions | None:

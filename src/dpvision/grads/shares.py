@@ -42,7 +42,10 @@ class Share(ABC):
 
     @property
     def finish(self) -> Finish:
-        """From weighted sums, in whatever order is cheapest, to the parameter's own gradient; holds no activations."""
+        """From weighted sums, in whatever order is cheapest, to the parameter's own gradient; holds no activations.
+
+        It uses a sum up: the gradient may lie in the same memory.
+        """
         return _as_it_is
 
     @property

@@ -40,10 +40,10 @@ class Totals:
 
     @torch.no_grad()
     def gradients(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-        """By name, in the parameters' own shapes; zeros where nothing was added."""
+        """By name, in the parameters' own shapes; zeros where nothing was added. Nothing is left here afterwards."""
         return {name: self._gradient(parameter) for name, parameter in parameters.items()}
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
         if parameter not in self._sums:
             return torch.zeros_like(parameter.detach(), dtype=torch.float64)
-        return self._finish[parameter](self._sums[parameter]).contiguous()
+        return self._finish.pop(parameter)(self._sums.pop(parameter)).contiguous()

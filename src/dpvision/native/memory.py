@@ -25,3 +25,9 @@ def keep_freed_memory() -> bool:
     libc = ctypes.CDLL(None)
     settings = ((_TRIM_THRESHOLD, _KEPT_BYTES), (_MMAP_THRESHOLD, _LARGEST_KEPT_BLOCK))
     return all(libc.mallopt(name, value) == 1 for name, value in settings)
+
+
+def give_back_freed_memory() -> None:
+    """Return what was freed to the system: after work that is done once and needs more than what follows it."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

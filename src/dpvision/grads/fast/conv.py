@@ -51,7 +51,6 @@ class Facts:
     """What the per-unit gradients of a standardised convolution depend on besides pictures."""
 
     standardisation: Standardisation
-    z_KKIO: Tensor
     gain_O: Tensor
     bias_O: Tensor
     steep: bool
@@ -74,10 +73,9 @@ class ConvStandIn(StandIn[nn.Conv2d | WSConv2d]):
         if not isinstance(layer, WSConv2d):
             raise TypeError(f"not a WSConv2d: {type(layer).__name__}")
         known = Standardisation.of(layer.weight, layer.gain, layer.eps)
-        z_KKIO = known.z_OD.view_as(layer.weight).permute(2, 3, 1, 0).contiguous()
         gain_O = torch.ones_like(known.scale_O) if layer.gain is None else layer.gain.detach()
         bias_O = torch.zeros_like(known.scale_O) if layer.bias is None else layer.bias.detach()
-        return Facts(known, z_KKIO, gain_O, bias_O, bool((gain_O.abs() >= _LEAST_GAIN).all()))
+        return Facts(known, gain_O, bias_O, bool((gain_O.abs() >= _LEAST_GAIN).all()))
 
 
 class Winograd(ConvStandIn):
@@ -100,12 +98,18 @@ class Winograd(ConvStandIn):
 
     def filters(self, *, backward: bool) -> winograd.Filters:
         """The transformed filters of the forward pass or of the input gradient."""
-        weight = self.derived("weight", lambda: self.used_weight().detach())
         memory: winograd.SharedMemory | None = self._held.get("shared memory")
         if memory is not None:
+            weight = self.derived("weight", lambda: self.used_weight().detach())
             with torch.no_grad():
                 return winograd.transform(weight, backward=backward, memory=memory)
-        return self.derived(f"filters {backward}", lambda: winograd.transform(weight, backward=backward))
+        return self.derived(
+            f"filters {backward}", lambda: winograd.transform(self.used_weight().detach(), backward=backward)
+        )
+
+    def direction_KKIO(self) -> Tensor | None:
+        """z of a standardised layer's filters, in the order of their gradients."""
+        return None
 
     @property
     def filter_bytes(self) -> int:
@@ -153,6 +157,14 @@ class WinogradWSConv2d(Winograd):
     """Stands in for a ``WSConv2d``."""
 
     keeps_output: Final = True
+
+    def direction_KKIO(self) -> Tensor:
+        """z of the filters, in the order of their gradients; kept for a step, since only small layers ask for it."""
+        return self.derived("direction", self._make_direction)
+
+    def _make_direction(self) -> Tensor:
+        z_OIKK = self.facts().standardisation.z_OD.view_as(self.layer.weight)
+        return z_OIKK.permute(2, 3, 1, 0).contiguous()
 
     @staticmethod
     def fits(module: nn.Module) -> bool:

@@ -33,14 +33,11 @@ _GHOST: Final = 8
 class WinogradGradient(Share):
     """One convolution's weight gradient, in the order (K, K, I, O)."""
 
-    def __init__(
-        self, layer: Winograd, x_NIHW: Tensor, dy_NOHW: Tensor, units: int, z_KKIO: Tensor | None = None
-    ) -> None:
+    def __init__(self, layer: Winograd, x_NIHW: Tensor, dy_NOHW: Tensor, units: int) -> None:
         self._layer = layer
         self._x = x_NIHW
         self._dy = dy_NOHW
         self._units = units
-        self._z_KKIO = z_KKIO
         self._formed: tuple[Tensor, Tensor] | None = None
         self._summed: tuple[Tensor, Tensor] | None = None
 
@@ -102,7 +99,8 @@ class WinogradGradient(Share):
         """The gradients (U, K, K, I, O), and of each filter: squares, and with z also Σe and ⟨z, e⟩."""
         if self._formed is None:
             memory = self._layer.gradient_memory(self._units)
-            self._formed = winograd.unit_gradients(self._x, self._dy, self._z_KKIO, self._units, into_UKKIO=memory)
+            z_KKIO = self._layer.direction_KKIO()
+            self._formed = winograd.unit_gradients(self._x, self._dy, z_KKIO, self._units, into_UKKIO=memory)
         return self._formed
 
 
@@ -126,7 +124,7 @@ def standardised(call: LayerCall) -> dict[str, Share]:
     if not module.takes(call.x):
         return standardised_by_windows(replace(call, module=module.layer), module.facts().standardisation)
     facts, dy = module.facts(), laid_out(call.dy)
-    used = WinogradGradient(module, call.x, dy, call.units, facts.z_KKIO)
+    used = WinogradGradient(module, call.x, dy, call.units)
     by_ghost = partial(_moments_by_ghost, call, dy, used, facts)
     known = cache(by_ghost if used.by_ghost and facts.steep else partial(_moments, used, facts))
     shares: dict[str, Share] = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import final
+from typing import Final, final
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +24,20 @@ from dpvision.grads.rules.registry import LayerCall, register
 from dpvision.grads.shares import Finish, Kept, Share, sum_by_unit, sum_of_squares, sum_over_space
 from dpvision.models.layers import WSConv2d
 
+_NUMBERS_AT_ONCE: Final = 1 << 18
+
 
 @final
 @dataclass(frozen=True)
 class Standardisation:
-    """The facts of all filters: unit direction ``z_OD``, total scale ``s · gain``, and where the variance counts."""
+    """The facts of all filters: mean, s, total scale ``s · gain``, and where the variance counts.
 
-    z_OD: Tensor
+    The unit directions ``z_OD`` are made when they are asked for: kept, they would take as much memory as the weights.
+    """
+
+    weight_OD: Tensor
+    mean_O: Tensor
+    s_O: Tensor
     scale_O: Tensor
     live_O: Tensor
 
@@ -38,16 +45,36 @@ class Standardisation:
     def of(weight: Tensor, gain_O: Tensor | None, eps: float) -> Standardisation:
         """Read off a layer's raw weight and its gain."""
         weight_OD = weight.detach().flatten(1)
-        centred_OD = weight_OD - weight_OD.mean(1, keepdim=True)
-        square_O = centred_OD.square().sum(1)
+        mean_O = weight_OD.mean(1)
+        square_O = (weight_OD - mean_O[:, None]).square().sum(1)
         s_O = square_O.clamp(min=eps).rsqrt()
         scale_O = s_O if gain_O is None else s_O * gain_O.detach()
-        return Standardisation(centred_OD * s_O[:, None], scale_O, (square_O >= eps).to(s_O.dtype))
+        return Standardisation(weight_OD, mean_O, s_O, scale_O, (square_O >= eps).to(s_O.dtype))
+
+    @property
+    def entries(self) -> int:
+        """Entries of a filter."""
+        return self.weight_OD.shape[1]
+
+    @property
+    def z_OD(self) -> Tensor:
+        """Each filter's direction: mean zero, length one where the variance counts."""
+        return (self.weight_OD - self.mean_O[:, None]) * self.s_O[:, None]
 
     def pull_back(self, e: Tensor) -> Tensor:
         """The raw weight's gradient, from (…, O, D)."""
-        along = (e * self.z_OD).sum(-1, keepdim=True) * self.live_O[:, None]
-        return (e - e.mean(-1, keepdim=True) - along * self.z_OD) * self.scale_O[:, None]
+        z_OD = self.z_OD
+        along = (e * z_OD).sum(-1, keepdim=True) * self.live_O[:, None]
+        return (e - e.mean(-1, keepdim=True) - along * z_OD) * self.scale_O[:, None]
+
+    def pull_back_in_place(self, e_OD: Tensor) -> Tensor:
+        """``pull_back`` in the memory of ``e_OD``, some filters at a time: a large layer's copies would add up."""
+        size = max(1, _NUMBERS_AT_ONCE // self.entries)
+        for first in range(0, e_OD.shape[0], size):
+            some = slice(first, first + size)
+            parts = (self.weight_OD, self.mean_O, self.s_O, self.scale_O, self.live_O)
+            e_OD[some] = Standardisation(*(part[some] for part in parts)).pull_back(e_OD[some])
+        return e_OD
 
 
 @final
@@ -81,11 +108,11 @@ class Standardised(Share):
         moments, facts = self._moments(), self._facts
         scale_sq_O = facts.scale_O.double().square()
         along_UO = moments.along_UO.double()
-        removed_UO = moments.total_UO.double().square() / facts.z_OD.shape[1] + facts.live_O * along_UO.square()
+        removed_UO = moments.total_UO.double().square() / facts.entries + facts.live_O * along_UO.square()
         kept_U = (moments.squares_U - removed_UO @ scale_sq_O).clamp_min(0)
         # A difference: what rounding may have hidden is added, so that the norm is an upper bound. Σe of a gradient
         # that hardly varies is rounded the same way again and again, up to half a unit in the last place a term.
-        terms = max(64, facts.z_OD.shape[1] / 2)
+        terms = max(64, facts.entries / 2)
         hidden_U = terms * torch.finfo(facts.scale_O.dtype).eps * moments.squares_U
         if moments.doubt_UO is not None:
             hidden_U = hidden_U + (2 * along_UO.abs() * moments.doubt_UO) @ scale_sq_O
@@ -103,7 +130,7 @@ class Standardised(Share):
 
         def pulled_back(total: Tensor) -> Tensor:
             e = used(total)
-            return facts.pull_back(e.flatten(1)).view(e.shape)
+            return facts.pull_back_in_place(e.flatten(1)).view(e.shape)
 
         return pulled_back
 
