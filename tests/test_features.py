@@ -75,6 +75,7 @@ def frozen_but(name: str, trained: str, **options: Any) -> nn.Module:
 
 CUTS = [
     ("scatter_linear", "", {"image_size": 8}, ("3.weight", "3.bias")),
+    ("scatter_linear", "", {"image_size": 8, "fine": True}, ("1.weight", "1.bias")),
     ("scatter_cnn", "", {"image_size": 8}, None),
     ("shoefit_cnn", "9.", {"image_size": 8}, ("9.weight", "9.bias")),
     ("resnet9", "classifier.", {}, ("classifier.weight", "classifier.bias")),

@@ -95,6 +95,7 @@ CASES: list[tuple[str, Build, int]] = [
     ("smoothnet", from_catalogue("smoothnet", width=1.0, depth=2.0), 16),
     ("nfnet, as deep as F0", narrow_nfnet(F0), 32),
     ("scatter_linear", from_catalogue("scatter_linear", image_size=8), 8),
+    ("scatter_linear, fine", from_catalogue("scatter_linear", image_size=8, fine=True), 8),
     ("scatter_cnn", from_catalogue("scatter_cnn", image_size=8), 8),
 ]
 SLOW_CASES: list[tuple[str, Build, int]] = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -179,3 +181,16 @@ def test_constants_that_come_with_the_package_fit_coloured_pictures_only() -> No
     for name in ("cifar", "../constants/cifar100", ""):
         with pytest.raises(ArgumentError, match="constants must be cifar100"):
             models.create("scatter_linear", standardise="constants", constants=name)
+
+
+def test_fine_features_are_those_of_the_smallest_scale_beside_the_others() -> None:
+    options: dict[str, Any] = {"num_classes": 3, "in_channels": 2, "image_size": 8, "seed": 0, "groups": 1}
+    pictures = torch.rand(4, 2, 8, 8)
+    coarse = models.create("scatter_linear", **options)[:3](pictures)
+    joined = models.create("scatter_linear", fine=True, **options)[0](pictures)
+    fine = Scattering((8, 8), scales=1)(pictures)
+    assert fine.shape == (4, 2 * 9, 4, 4)
+    centred = fine - fine.mean((2, 3), keepdim=True)
+    expected = centred / (fine.var((2, 3), correction=0, keepdim=True) + 1e-5).sqrt()
+    assert torch.equal(joined[:, : coarse.shape[1]], coarse)
+    assert torch.allclose(joined[:, coarse.shape[1] :], expected.flatten(1), atol=1e-5)

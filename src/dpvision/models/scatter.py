@@ -46,6 +46,19 @@ class ChannelConstants(nn.Module):
         return (x_NCHW - self.mean[:, None, None]) / self.std[:, None, None]
 
 
+@final
+class SideBySide(nn.Module):
+    """Several views of the same rows, one after the other in each row."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the parts make of ``x``, joined."""
+        return torch.cat([part(x) for part in self.parts], dim=1)
+
+
 def channel_constants(scattering: Scattering, public_pictures: Tensor) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of every scattering channel over pictures that are public.
 
@@ -99,21 +112,29 @@ def scatter_linear(
     standardise: Standardise = "group",
     groups: int = 27,
     constants: str | Constants | None = None,
+    fine: bool = False,
 ) -> nn.Module:
     """Scattering, standardisation, one linear layer: the strongest private features without public data at small ε.
 
     ``standardise`` "group" is GroupNorm without parameters; "constants" takes ``constants``: the name of a set that
     comes with the package, or numbers (see ``channel_constants``; left out, 0 and 1, to be loaded with the weights).
+    ``fine`` adds the features of the smallest scale, at twice the resolution and each channel standardised by itself.
     """
-    scattering = Scattering(height_width(image_size))
-    channels = in_channels * scattering.paths
-    height, width = scattering.output_size
-    return nn.Sequential(
-        scattering,
-        _standardiser(channels, standardise, groups, constants),
-        nn.Flatten(),
-        nn.Linear(channels * height * width, num_classes),
+    if fine and standardise != "group":
+        raise ArgumentError(f"fine features need standardise='group', got {standardise!r}.")
+    size = height_width(image_size)
+    coarse = Scattering(size)
+    standardiser = _standardiser(in_channels * coarse.paths, standardise, groups, constants)
+    features = in_channels * coarse.features
+    if not fine:
+        return nn.Sequential(coarse, standardiser, nn.Flatten(), nn.Linear(features, num_classes))
+    finer = Scattering(size, scales=1)
+    channels = in_channels * finer.paths
+    front = SideBySide(
+        nn.Sequential(coarse, standardiser, nn.Flatten()),
+        nn.Sequential(finer, nn.GroupNorm(channels, channels, affine=False), nn.Flatten()),
     )
+    return nn.Sequential(front, nn.Linear(features + in_channels * finer.features, num_classes))
 
 
 @final

@@ -135,6 +135,11 @@ class Scattering(nn.Module):
         """Height and width of the output."""
         return self.image_size[0] >> self.scales, self.image_size[1] >> self.scales
 
+    @property
+    def features(self) -> int:
+        """Numbers that a colour of a picture becomes."""
+        return self.paths * self.output_size[0] * self.output_size[1]
+
     def _keep(self, name: str, values: Array) -> None:
         # Not in the state dict: they follow from the options.
         self.register_buffer(name, torch.from_numpy(values.astype(np.float32)), persistent=False)
