@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpvision.checks import ArgumentError
+from dpvision.checks import ArgumentError, PrivacyError
 from dpvision.flow import ClippedSum
-from dpvision.grads import Performance, clipped_sum, clipped_sum_of_batch, oracle, ordinary_gradient
+from dpvision.grads import Performance, clipped_sum, clipped_sum_of_batch, oracle, ordinary, ordinary_gradient
 from dpvision.models.layers import WSConv2d
 from grads_support import PaddedDraw, Root, cross_entropy, distance, relative_error, total_norm, wavy_loss
 
@@ -282,6 +282,26 @@ def test_without_clipping_the_sum_is_the_ordinary_gradient() -> None:
     clipped = clipped_sum_of_batch(model, cross_entropy, draw, clip_norm=1e9, performance=performance).gradients
     ordinary = ordinary_gradient(model, cross_entropy, draw, divisor=5.0, performance=performance)
     assert relative_error({name: part / 5.0 for name, part in clipped.items()}, ordinary) < 1e-10
+
+
+def test_a_model_that_the_engine_refuses_is_tried_once_and_again_when_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[int] = []
+
+    def refuse(*_: object) -> None:
+        tried.append(1)
+        raise PrivacyError("it mixes")
+
+    monkeypatch.setattr(ordinary, "plan_for", refuse)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    draw = PaddedDraw(torch.randn(6, 3), torch.zeros(6))
+    for _ in range(3):
+        ordinary_gradient(model, wavy_loss, draw, divisor=6.0, performance=Performance())
+    assert len(tried) == 1
+    model[1].requires_grad_(False)
+    ordinary_gradient(model, wavy_loss, draw, divisor=6.0, performance=Performance())
+    assert len(tried) == 2
 
 
 def test_the_ordinary_gradient_allows_batch_norm_and_moves_its_statistics() -> None:

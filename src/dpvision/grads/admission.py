@@ -51,8 +51,7 @@ def plan_for(
 
 
 def _plan_for(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance) -> Plan:
-    speed = (performance.channels_last, performance.kernels, native.available())
-    signature = (_signature(model, microbatch), getattr(loss_fn, "__code__", loss_fn), speed)
+    signature = signature_of(model, loss_fn, microbatch, performance)
     known = _KNOWN.get(model)
     if known is None or known.signature != signature:
         plan, proved = _make(model, loss_fn, microbatch, performance)
@@ -65,12 +64,14 @@ def _plan_for(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, p
     return known.plan
 
 
-def _signature(model: nn.Module, microbatch: Microbatch) -> Any:
+def signature_of(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance) -> Any:
+    """All that a plan, or its refusal, hangs on."""
     modules = tuple((name, id(module), module.training) for name, module in model.named_modules())
     parameters = tuple((name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False))
     inputs = microbatch.inputs
     rows = (inputs.shape[1:], inputs.dtype, inputs.device, microbatch.row_weights_UR.shape[1])
-    return modules, parameters, rows, frozen_values(model)
+    speed = (performance.channels_last, performance.kernels, native.available())
+    return modules, parameters, rows, frozen_values(model), getattr(loss_fn, "__code__", loss_fn), speed
 
 
 def _make(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from dpvision.checks import ArgumentError, PrivacyError, Problems
 from dpvision.flow import Batch, Microbatch
-from dpvision.grads.admission import plan_for
+from dpvision.grads.admission import plan_for, signature_of
 from dpvision.grads.duties import trainable
 from dpvision.grads.engine import unclipped_sum_of_batch
 from dpvision.grads.fast.conv import Winograd
@@ -18,6 +19,7 @@ from dpvision.grads.plan import Plan
 from dpvision.grads.units import LossFunction, row_losses
 
 _UNITS: Final = 128
+_REFUSED: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
 
 
 def ordinary_gradient(
@@ -40,12 +42,19 @@ def ordinary_gradient(
 
 
 def fast_plan(model: nn.Module, loss_fn: LossFunction, like: Microbatch, performance: Performance) -> Plan | None:
-    """The engine's plan, for a model that it takes and has fast convolutions for; a model that it refuses has none."""
+    """The engine's plan, for a model that it takes and has fast convolutions for; a model that it refuses has none.
+
+    A refusal is remembered as a plan is: finding it out takes several passes.
+    """
+    signature = signature_of(model, loss_fn, like, performance)
+    if _REFUSED.get(model) == signature:
+        return None
     try:
         plan = plan_for(model, loss_fn, like, performance)
     except ArgumentError:
         raise  # settings that can't be had, kernels say
     except (PrivacyError, RuntimeError, ValueError):
+        _REFUSED[model] = signature
         return None  # units may mix here: autograd takes any model, and says itself what it can't compute
     layers = () if plan.twin is None else plan.twin.modules()
     return plan if any(isinstance(layer, Winograd) for layer in layers) else None
