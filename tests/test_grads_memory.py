@@ -10,20 +10,23 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Final
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dpvision.grads import Performance, clipped_sum_of_batch, plan, unclipped_sum_of_batch
+from dpvision.grads import Performance, clipped_sum_of_batch, engine, plan, unclipped_sum_of_batch
 from dpvision.grads.engine import Rows
 from dpvision.grads.mixing import mixing_place
 from dpvision.grads.plan import search
 from dpvision.grads.probe import probe_like
-from dpvision.grads.shares import Share
+from dpvision.grads.rules import standardised
+from dpvision.grads.rules.standardised import Standardisation
+from dpvision.grads.shares import Kept, Share
 from dpvision.grads.totals import Totals
-from dpvision.native import available, skinny
+from dpvision.native import available, memory, skinny
 from grads_support import cross_entropy
 
 LAYERS: Final = 6
@@ -153,3 +156,45 @@ def test_rules_and_sums_call_their_kernels_directly(monkeypatch: pytest.MonkeyPa
     with torch.enable_grad():
         found = clipped_sum_of_batch(model, cross_entropy, rows(8), clip_norm=1.0, performance=Performance())
     assert not any(value.requires_grad for value in found.gradients.values())
+
+
+def test_a_total_leaves_when_it_is_asked_for() -> None:
+    layer = nn.Linear(3, 2)
+    totals = Totals()
+    shares: dict[nn.Parameter, Share] = {layer.weight: Kept(torch.randn(4, 2, 3)), layer.bias: Kept(torch.randn(4, 2))}
+    ones = torch.ones(4, dtype=torch.float64)
+    totals.add(shares, {layer.weight: ones, layer.bias: ones}, None)
+    first = totals.gradients(dict(layer.named_parameters()))
+    assert all(bool(value.any()) for value in first.values())
+    assert not any(bool(value.any()) for value in totals.gradients(dict(layer.named_parameters())).values())
+
+
+def test_a_pull_back_in_pieces_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = Standardisation.of(torch.randn(7, 3, 2, 2), torch.rand(7) + 0.5, 1e-4)
+    e_OD = torch.randn(7, 12, dtype=torch.float64)
+    whole = facts.pull_back(e_OD)
+    for numbers in (1, 25, 10**6):  # a filter at a time, two at a time, all at once
+        monkeypatch.setattr(standardised, "_NUMBERS_AT_ONCE", numbers)
+        assert torch.equal(facts.pull_back_in_place(e_OD.clone()), whole)
+
+
+def test_a_large_model_gives_memory_back_and_the_same_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.Tanh(), nn.Linear(5, 3))
+    batch = Rows(torch.randn(6, 3, 2, 2), torch.arange(6) % 3, 1)
+    performance = Performance(microbatch_size=2)
+    small = clipped_sum_of_batch(model, cross_entropy, batch, clip_norm=0.5, performance=performance)
+    given: list[bool] = []
+    monkeypatch.setattr(engine, "_LARGE", 1)
+    monkeypatch.setattr(engine, "give_back_freed_memory", lambda: given.append(True))
+    large = clipped_sum_of_batch(model, cross_entropy, batch, clip_norm=0.5, performance=performance)
+    assert given == [True]  # once a step
+    assert all(torch.equal(small.gradients[name], large.gradients[name]) for name in small.gradients)
+
+
+@pytest.mark.parametrize("library", ["glibc", ""])
+def test_freed_memory_is_given_back_where_the_c_library_can(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(memory.platform, "libc_ver", lambda: (library, ""))
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: SimpleNamespace(malloc_trim=asked.append))
+    memory.give_back_freed_memory()
+    assert asked == ([0] if library else [])

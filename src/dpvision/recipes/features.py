@@ -121,7 +121,6 @@ def _tried() -> Iterator[Recipe]:
         (Setting(dataset=MNIST, epsilon=3, steps=293, rate=16.0, options=_GROUP27, **linear), "98.52 (n = 3)"),
         (Setting(dataset=FASHION, epsilon=3, steps=293, rate=16.0, options=_GROUP27, **linear), "89.84 (n = 3)"),
         (Setting(dataset=FASHION, epsilon=1, steps=293, rate=8.0, options=_GROUP27, **linear), "88.56 (n = 1)"),
-        (Setting(dataset=MNIST, epsilon=3, rate=16.0, **fine), "98.52 without fine features (n = 3)"),
         (Setting(dataset=FASHION, epsilon=3, rate=16.0, **fine), "89.84 without fine features (n = 3)"),
         (Setting(dataset=FASHION, epsilon=1, rate=8.0, **fine), "88.56 without fine features (n = 1)"),
         (Setting(dataset=CIFAR10, epsilon=3, steps=183, rate=6.0, options=_CIFAR100, **linear), "66.5 (n = 5)"),
