@@ -1,21 +1,33 @@
 // Weight gradients of every privacy unit, for convolutions of any kernel and stride.
 //
-// The windows of one unit are laid out as a matrix (positions, kernel · channels), which stays in the second cache, and
-// multiplied by the unit's output gradients. A block of the product is added up in registers over all positions.
+// A unit's gradient is the product of its output gradients and its windows, a matrix (positions, kernel · channels). Where
+// the lines of a window are made of whole vectors, these are read from the input itself; else the matrix is laid out, and
+// stays in the second cache. A block of the product is added up in registers over all positions.
 #include <algorithm>
+#include <vector>
 
+#include "panel.h"
 #include "scratch.h"
-#include "winograd.h"
 
 namespace {
 
-// What a block of the product has: as many sums of 16 entries as fit the 32 wide or 16 narrow registers.
+// What a block of the product has: as many sums of 16 entries as fit the 32 wide or 16 narrow registers. Fewer outputs
+// where they come out even.
 #if defined(__AVX512F__)
-constexpr int WIDE = 4, OUTPUTS = 6;
+constexpr int WIDE = 4, MANY = 6, FEWER = 4;
 #else
-constexpr int WIDE = 2, OUTPUTS = 3;
+constexpr int WIDE = 2, MANY = 3, FEWER = 2;
 #endif
 constexpr int64_t BLOCK = WIDE * PANEL;
+
+// Two pieces of eight as one panel.
+void join(const float* first, const float* second, v16& panel) {
+#if defined(__AVX512F__)
+    panel = (v16)_mm512_mask_loadu_ps(_mm512_maskz_loadu_ps(0x00ff, first), 0xff00, second - LANES);
+#else
+    panel = {load(first), load(second)};
+#endif
+}
 
 int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
@@ -29,62 +41,107 @@ struct Windows {
     int64_t kernel_height, kernel_width, stride_height, stride_width;
 
     int64_t positions() const { return rows_per_unit * height * width; }
-    int64_t depth() const { return kernel_height * kernel_width * channels; }
+    int64_t run() const { return kernel_width * channels; }
+    int64_t depth() const { return kernel_height * run(); }
 };
 
 namespace {
 
-// (positions, padded depth), zeros behind each window.
-void lay_out(const Windows& sizes, const float* x, float* matrix, int64_t stride) {
-    const int64_t run = sizes.kernel_width * sizes.channels, depth = sizes.depth();
+// Where each window begins, in the input of a unit.
+std::vector<int64_t> corners(const Windows& sizes) {
+    std::vector<int64_t> found;
+    found.reserve(sizes.positions());
     for (int64_t row = 0; row < sizes.rows_per_unit; row++)
         for (int64_t i = 0; i < sizes.height; i++)
-            for (int64_t j = 0; j < sizes.width; j++, matrix += stride) {
-                const float* corner = x + row * sizes.row_stride + i * sizes.stride_height * sizes.line_stride +
-                                      j * sizes.stride_width * sizes.channels;
-                for (int64_t k = 0; k < sizes.kernel_height; k++)
-                    std::copy_n(corner + k * sizes.line_stride, run, matrix + k * run);
-                std::fill(matrix + depth, matrix + stride, 0.f);
-            }
+            for (int64_t j = 0; j < sizes.width; j++)
+                found.push_back(row * sizes.row_stride + i * sizes.stride_height * sizes.line_stride +
+                                j * sizes.stride_width * sizes.channels);
+    return found;
 }
 
-// Output gradients (positions, padded outputs), zeros behind each position's.
-void lay_out_gradients(const Windows& sizes, const float* dy, float* matrix, int64_t stride) {
-    for (int64_t t = 0; t < sizes.positions(); t++, matrix += stride) {
-        std::copy_n(dy + t * sizes.outputs, sizes.outputs, matrix);
-        std::fill(matrix + sizes.outputs, matrix + stride, 0.f);
+// How a unit's windows are read: window t is made of pieces at `starts[t] + pieces[0]`, `starts[t] + pieces[1]` and so on.
+struct Reading {
+    bool direct, halves;  // from the input itself; in pieces of half a panel
+    std::vector<int64_t> corners, starts, pieces;
+
+    explicit Reading(const Windows& sizes) : corners(::corners(sizes)) {
+        const int64_t run = sizes.run(), depth = sizes.depth(), length = run % PANEL ? LANES : PANEL;
+        direct = run % LANES == 0 && depth % BLOCK == 0;
+        halves = direct && length == LANES;
+        if (direct) {
+            starts = corners;
+            for (int64_t d = 0; d < depth; d += length) pieces.push_back(d / run * sizes.line_stride + d % run);
+            return;
+        }
+        const int64_t stride = rounded_up(depth, BLOCK);
+        for (int64_t t = 0; t < sizes.positions(); t++) starts.push_back(t * stride);
+        for (int64_t d = 0; d < stride; d += PANEL) pieces.push_back(d);
+    }
+};
+
+// (positions, padded depth), zeros behind each window.
+void lay_out(const Windows& sizes, const Reading& reading, const float* x, float* matrix) {
+    const int64_t run = sizes.run(), depth = sizes.depth(), stride = rounded_up(depth, BLOCK);
+    for (const int64_t corner : reading.corners) {
+        for (int64_t k = 0; k < sizes.kernel_height; k++)
+            std::copy_n(x + corner + k * sizes.line_stride, run, matrix + k * run);
+        std::fill(matrix + depth, matrix + stride, 0.f);
+        matrix += stride;
     }
 }
 
-struct Matrix {
+struct Gradients {
     const float* values;
     int64_t stride;
 };
 
-// A block of OUTPUTS × BLOCK entries, and the sum of their squares. All loops over sums are unrolled, for only then
-// does the compiler keep them in registers.
-double multiply(const Matrix& a, const Matrix& g, int64_t positions, float* block) {
+// Output gradients (positions, padded outputs), zeros behind each position's; as they are where they come out even.
+Gradients laid_out_gradients(const Windows& sizes, const float* dy, int64_t stride) {
+    if (stride == sizes.outputs) return {dy, stride};
+    static thread_local Scratch memory;
+    float* matrix = memory.floats(sizes.positions() * stride);
+    for (int64_t t = 0; t < sizes.positions(); t++) {
+        std::copy_n(dy + t * sizes.outputs, sizes.outputs, matrix + t * stride);
+        std::fill(matrix + t * stride + sizes.outputs, matrix + (t + 1) * stride, 0.f);
+    }
+    return {matrix, stride};
+}
+
+template <bool HALVES>
+void read_entries(const float* window, const int64_t* pieces, int v, v16& entries) {
+    if constexpr (HALVES)
+        join(window + pieces[2 * v], window + pieces[2 * v + 1], entries);
+    else
+        entries = panel_at(window + pieces[v]);
+}
+
+// A block of OUTPUTS × BLOCK entries, its lines `stride` apart, and the sum of their squares. All loops over sums are
+// unrolled, for only then does the compiler keep them in registers.
+template <int OUTPUTS, bool HALVES>
+double multiply(const float* a, const std::vector<int64_t>& starts, const int64_t* pieces, const Gradients& g,
+                float* block, int64_t stride) {
     v16 sum[OUTPUTS][WIDE];
 #pragma GCC unroll 16
     for (int o = 0; o < OUTPUTS; o++)
 #pragma GCC unroll 16
         for (int v = 0; v < WIDE; v++) sum[o][v] = v16{};
-    const float *row = a.values, *weights = g.values;
-    for (int64_t t = 0; t < positions; t++, row += a.stride, weights += g.stride) {
+    const float* weights = g.values;
+    for (const int64_t start : starts) {
         v16 entries[WIDE];
 #pragma GCC unroll 16
-        for (int v = 0; v < WIDE; v++) entries[v] = panel_at(row + v * PANEL);
+        for (int v = 0; v < WIDE; v++) read_entries<HALVES>(a + start, pieces, v, entries[v]);
 #pragma GCC unroll 16
         for (int o = 0; o < OUTPUTS; o++)
 #pragma GCC unroll 16
             for (int v = 0; v < WIDE; v++) sum[o][v] = weights[o] * entries[v] + sum[o][v];
+        weights += g.stride;
     }
     v16 squares = {};  // 24 terms a lane at most, then double
 #pragma GCC unroll 16
     for (int o = 0; o < OUTPUTS; o++)
 #pragma GCC unroll 16
         for (int v = 0; v < WIDE; v++) {
-            panel_at(block + (o * WIDE + v) * PANEL) = sum[o][v];
+            panel_at(block + o * stride + v * PANEL) = sum[o][v];
             squares = sum[o][v] * sum[o][v] + squares;
         }
     double total = 0;
@@ -93,22 +150,35 @@ double multiply(const Matrix& a, const Matrix& g, int64_t positions, float* bloc
 }
 
 // One unit's gradient (outputs, depth), and the square of its length.
-double unit_gradient(const Windows& sizes, const float* x, const float* dy, float* gradient) {
-    static thread_local Scratch a_memory, g_memory;
-    const int64_t positions = sizes.positions(), depth = sizes.depth();
-    const int64_t a_stride = rounded_up(depth, BLOCK), g_stride = rounded_up(sizes.outputs, OUTPUTS);
-    float *a = a_memory.floats(positions * a_stride), *g = g_memory.floats(positions * g_stride);
-    lay_out(sizes, x, a, a_stride);
-    lay_out_gradients(sizes, dy, g, g_stride);
+template <int OUTPUTS, bool HALVES>
+double unit_gradient(const Windows& sizes, const Reading& reading, const float* x, const float* dy, float* gradient) {
+    static thread_local Scratch memory;
+    const int64_t depth = sizes.depth(), per_block = BLOCK / (HALVES ? LANES : PANEL);
+    const float* a = x;
+    if (!reading.direct) {
+        float* matrix = memory.floats(sizes.positions() * rounded_up(depth, BLOCK));
+        lay_out(sizes, reading, x, matrix);
+        a = matrix;
+    }
+    const Gradients g = laid_out_gradients(sizes, dy, rounded_up(sizes.outputs, OUTPUTS));
     alignas(64) float block[OUTPUTS * BLOCK];
     double squares = 0;
     for (int64_t d = 0; d < depth; d += BLOCK)
         for (int64_t o = 0; o < sizes.outputs; o += OUTPUTS) {
-            squares += multiply({a + d, a_stride}, {g + o, g_stride}, positions, block);
             const int64_t count = std::min(BLOCK, depth - d), rows = std::min<int64_t>(OUTPUTS, sizes.outputs - o);
-            for (int64_t r = 0; r < rows; r++) std::copy_n(block + r * BLOCK, count, gradient + (o + r) * depth + d);
+            float* place = gradient + o * depth + d;
+            const bool whole = count == BLOCK && rows == OUTPUTS;
+            squares += multiply<OUTPUTS, HALVES>(a, reading.starts, &reading.pieces[d / BLOCK * per_block],
+                                                 {g.values + o, g.stride}, whole ? place : block, whole ? depth : BLOCK);
+            for (int64_t r = 0; r < rows && !whole; r++) std::copy_n(block + r * BLOCK, count, place + r * depth);
         }
     return squares;
+}
+
+template <int OUTPUTS>
+double unit_gradient(const Windows& sizes, const Reading& reading, const float* x, const float* dy, float* gradient) {
+    return reading.halves ? unit_gradient<OUTPUTS, true>(sizes, reading, x, dy, gradient)
+                          : unit_gradient<OUTPUTS, false>(sizes, reading, x, dy, gradient);
 }
 
 }  // namespace
@@ -116,9 +186,12 @@ double unit_gradient(const Windows& sizes, const float* x, const float* dy, floa
 // The gradients (units, outputs, kernel height · kernel width · channels) and their squared lengths.
 extern "C" void dpvision_window_gradients(const Windows* sizes, int64_t units, const float* x, const float* dy,
                                           float* gradients, double* squares, int threads) {
+    const Reading reading(*sizes);
     const int64_t entries = sizes->outputs * sizes->depth();
+    const bool fewer = rounded_up(sizes->outputs, FEWER) < rounded_up(sizes->outputs, MANY);
+    const auto gradient_of = fewer ? unit_gradient<FEWER> : unit_gradient<MANY>;
 #pragma omp parallel for num_threads(threads) schedule(static) if (units > 1)
     for (int64_t u = 0; u < units; u++)
-        squares[u] = unit_gradient(*sizes, x + u * sizes->rows_per_unit * sizes->row_stride,
-                                   dy + u * sizes->positions() * sizes->outputs, gradients + u * entries);
+        squares[u] = gradient_of(*sizes, reading, x + u * sizes->rows_per_unit * sizes->row_stride,
+                                 dy + u * sizes->positions() * sizes->outputs, gradients + u * entries);
 }

@@ -18,24 +18,14 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX__
-#include <immintrin.h>
-#endif
 
+#include "panel.h"
 #include "scratch.h"
 
 constexpr int TILE = 4;                 // outputs of a tile, per side
 constexpr int PATCH = TILE + 2;         // inputs of a tile, per side
 constexpr int POINTS = PATCH * PATCH;   // products per tile and pair of channels
-constexpr int PANEL = 16;               // channels that are kept together in packed operands: one line of the cache
 constexpr int GAP = PANEL;              // floats between the points' blocks: see above
-
-// A panel's channels, side by side: one register with AVX-512, two with AVX2.
-typedef float v16 __attribute__((vector_size(64)));
-typedef float v16_unaligned __attribute__((vector_size(64), aligned(4)));
-
-static inline const v16_unaligned& panel_at(const float* p) { return *reinterpret_cast<const v16_unaligned*>(p); }
-static inline v16_unaligned& panel_at(float* p) { return *reinterpret_cast<v16_unaligned*>(p); }
 
 static inline int64_t panels_of(int64_t channels) { return (channels + PANEL - 1) / PANEL; }
 
