@@ -65,6 +65,30 @@ def test_the_switch_turns_kernels_off(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_switch_that_says_anything_else_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DPVISION_NATIVE", "sse9")
+    assert_nothing_but_a_reason("DPVISION_NATIVE must be 0, 1 or avx2, got 'sse9'")
+
+
+def test_kernels_for_avx2_need_a_processor_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_compiler()
+    monkeypatch.setenv("DPVISION_NATIVE", "avx2")
+    monkeypatch.setattr(building, "_processor", lambda: "flags : fpu sse2 fma")
+    building._built.cache_clear()
+    assert_nothing_but_a_reason("DPVISION_NATIVE=avx2 needs a processor with avx2, bmi2")
+
+
+@pytest.mark.skipif(not {"avx2", "fma", "bmi2"} <= set(building._processor().split()), reason="no AVX2 here")
+def test_kernels_for_avx2_are_others_than_the_processors_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_compiler()
+    own = building.build().identity
+    monkeypatch.setenv("DPVISION_NATIVE", "avx2")
+    building._built.cache_clear()
+    assert building.build().library is not None
+    assert building.build().identity != own
+    assert len(built(tmp_path)) == 2
+
+
 def test_a_compiler_that_is_not_there_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     assert_nothing_but_a_reason("could not be built")

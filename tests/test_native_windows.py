@@ -73,17 +73,26 @@ def test_any_shape_gives_the_same(
     check(x, dy, units=units, kernel=kernel, stride=stride)
 
 
-def test_a_rim_that_no_window_sees_may_be_there() -> None:
-    whole = picture(4, 3, (9, 11))
-    seen = whole[:, :, :7, :9]
-    check(seen, picture(4, 5, (3, 4), seed=1), units=4, kernel=(3, 3), stride=(2, 2))
+# Laid out (a line of a window has 9 numbers), and read from the input in halves (8) and whole panels (64).
+WINDOWS = [(3, (3, 3)), (2, (4, 4)), (1, (8, 8)), (16, (4, 4))]
 
 
-def test_units_stay_apart_whatever_they_hold() -> None:
-    x, dy = picture(4, 3, (6, 6)), picture(4, 5, (4, 4), seed=1)
-    alone, squares = windows.unit_gradients(x, dy, units=4, kernel=(3, 3), stride=(1, 1))
+@pytest.mark.parametrize(("channels", "kernel"), WINDOWS)
+@pytest.mark.parametrize("outputs", [5, 8])
+def test_a_rim_that_no_window_sees_may_be_there(channels: int, kernel: Pair, outputs: int) -> None:
+    size = (2 * 2 + kernel[0], 3 * 2 + kernel[1])
+    whole = picture(4, channels, (size[0] + 2, size[1] + 2))
+    seen = whole[:, :, : size[0], : size[1]]
+    check(seen, picture(4, outputs, (3, 4), seed=1), units=4, kernel=kernel, stride=(2, 2))
+    check(seen, picture(4, outputs, (3, 4), seed=1), units=2, kernel=kernel, stride=(2, 2))
+
+
+@pytest.mark.parametrize(("channels", "kernel"), WINDOWS)
+def test_units_stay_apart_whatever_they_hold(channels: int, kernel: Pair) -> None:
+    x, dy = picture(4, channels, (3 + kernel[0], 3 + kernel[1])), picture(4, 5, (4, 4), seed=1)
+    alone, squares = windows.unit_gradients(x, dy, units=4, kernel=kernel, stride=(1, 1))
     x[1], dy[2] = float("nan"), float("inf")
-    got, others = windows.unit_gradients(x, dy, units=4, kernel=(3, 3), stride=(1, 1))
+    got, others = windows.unit_gradients(x, dy, units=4, kernel=kernel, stride=(1, 1))
     assert torch.equal(got[[0, 3]], alone[[0, 3]])
     assert torch.equal(others[[0, 3]], squares[[0, 3]])
     assert not others[1:3].isfinite().any()

@@ -328,9 +328,10 @@ def test_a_fork_shares_no_noise_with_the_run_it_left(
     original, noise = loop_module.privatize, {}
 
     def watched(clipped: Any, mechanism: Any, keys: Any, *, step: int) -> Any:
+        sums = dict(clipped.gradients)
         private = original(clipped, mechanism, keys, step=step)
         name = "1.bias" if "1.bias" in private.gradients else next(iter(private.gradients))
-        exact = clipped.gradients[name] / mechanism.expected_batch_size
+        exact = sums[name] / mechanism.expected_batch_size
         noise.setdefault(step, []).append((private.gradients[name] - exact).double())
         return private
 

@@ -87,6 +87,8 @@ class ClippedSum:
 
     def take(self) -> dict[str, Tensor]:
         """The sums, which are gone from here afterwards: noise is drawn once for each, and memory is freed with it."""
+        if self.taken:
+            raise PrivacyError("this sum has been released: a second time would be another release. Compute it anew.")
         sums, self.gradients, self.taken = dict(self.gradients), {}, True
         return sums
 

@@ -153,8 +153,8 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
     its own noise; the same keys, step and sum give the same bits, on any device and number of threads.
     """
     _require_sound(clipped, mechanism, step)
+    grid = Grid.of(mechanism, coordinates=sum(each.numel() for each in clipped.gradients.values()))
     sums = clipped.take()
-    grid = Grid.of(mechanism, coordinates=sum(each.numel() for each in sums.values()))
     gradients = {
         # One after the other leaves: a large model's sums and means don't lie side by side.
         name: _release(sums.pop(name), keys.derive("noise", step, name), grid, divisor=mechanism.divisor)
@@ -166,8 +166,6 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
 def _require_sound(clipped: ClippedSum, mechanism: Mechanism, step: int) -> None:
     if type(clipped) is not ClippedSum:
         raise PrivacyError(f"only a ClippedSum can be made private, got {type(clipped).__name__}. Use clipped_sum.")
-    if clipped.taken:
-        raise PrivacyError("this sum has been released: a second time would be another release. Compute it anew.")
     if type(step) is not int or step < 0:
         raise ArgumentError(f"step must be a whole number >= 0, got {step!r}.")
     if not clipped.clip_norm == mechanism.clip_norm:

@@ -52,7 +52,7 @@ NATIVE = (
     *mutations(
         "test_native_windows",
         "native/kernels/windows.cpp",
-        ("squares of the last block only", "squares += multiply(", "squares = multiply("),
+        ("squares of the last block only", "squares += multiply<", "squares = multiply<"),
         ("a stale rim behind each window", "std::fill(matrix + depth, matrix + stride, 0.f);", "(void)depth;"),
         ("every unit has the first one's pictures", "x + u * sizes->rows_per_unit * sizes->row_stride", "x"),
     ),

@@ -21,7 +21,11 @@ NOISE = (
         ("a sum that is not finite passes", "    if broken:", "    if False:"),
         ("anything passes as a clipped sum", "if type(clipped) is not ClippedSum:", "if False:"),
         ("a sum is released twice", "sums = clipped.take()", "sums = dict(clipped.gradients)"),
-        ("a released sum is released anew as nothing", "if clipped.taken:", "if False:"),
+    ),
+    *mutations(
+        "test_privatize",
+        "flow.py",
+        ("a released sum is released anew as nothing", "if self.taken:", "if False:"),
     ),
     *mutations(
         "test_noise",

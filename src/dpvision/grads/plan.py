@@ -251,7 +251,7 @@ def _right(share: Share | None, alone: list[Tensor], sizes: list[float]) -> bool
 
 
 def _norm(gradients: dict[str, Tensor]) -> float:
-    return math.sqrt(sum(_length(gradient) ** 2 for gradient in gradients.values()))
+    return math.hypot(*(_length(gradient) for gradient in gradients.values()))
 
 
 def _length(x: Tensor) -> float:

@@ -25,7 +25,9 @@ from dpvision.checks import ArgumentError
 SWITCH: Final = "DPVISION_NATIVE"
 _SOURCES: Final = Path(__file__).parent / "kernels"
 # No -ffast-math: it lets the compiler reorder sums and drop NaN checks, and a norm must be what it says.
-_FLAGS: Final = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-fopenmp", "-Wall", "-Werror")
+_FLAGS: Final = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-fopenmp", "-Wall", "-Werror")
+_NEEDED: Final[dict[str, frozenset[str]]] = {"1": frozenset(), "avx2": frozenset({"avx2", "fma", "bmi2"})}
+"""What the switch may say besides 0, and the instruction sets that takes: this processor's own, or AVX2 and no wider."""
 _SECONDS: Final = 300
 
 
@@ -67,16 +69,22 @@ def switched_off(*, when: bool = True) -> Iterator[None]:
 
 @functools.cache
 def _built() -> Build:
-    if os.environ.get(SWITCH, "1") == "0":
+    kind = os.environ.get(SWITCH) or "1"
+    if kind == "0":
         return _without(f"switched off by {SWITCH}=0")
+    if kind not in _NEEDED:
+        return _without(f"{SWITCH} must be 0, {' or '.join(_NEEDED)}, got {kind!r}")
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None or platform.system() != "Linux":
         return _without("no C++ compiler was found" if compiler is None else "kernels are built on Linux only")
     try:
-        digest = _digest(compiler)
+        missing = sorted(_NEEDED[kind] - set(_processor().split()))
+        if missing:
+            return _without(f"{SWITCH}={kind} needs a processor with {', '.join(missing)}")
+        digest = _digest(compiler, flags(kind))
         path = _cache() / f"kernels-{digest}.so"
         if not path.exists():
-            _compile(compiler, path)
+            _compile(compiler, flags(kind), path)
         _require_own(path)
         content = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
         return Build(ctypes.CDLL(str(path)), f"native {digest} {content}")
@@ -103,13 +111,18 @@ def _require_own(path: Path) -> None:
         raise PermissionError(f"{path.name} in the cache of kernels could have been changed by somebody else")
 
 
-def _digest(compiler: str) -> str:
+def flags(kind: str) -> tuple[str, ...]:
+    """The compiler's flags, for kernels of one kind."""
+    return (*_FLAGS, "-march=haswell" if kind == "avx2" else "-march=native")
+
+
+def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     """Everything the machine code depends on: sources, flags, compiler, processor, OpenMP runtime."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_SECONDS).stdout
     content = hashlib.sha256(version)
     for source in sorted(_SOURCES.iterdir()):
         content.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    for fact in (*_FLAGS, *map(str, _openmp()), platform.machine(), _processor()):
+    for fact in (*flags, *map(str, _openmp()), platform.machine(), _processor()):
         content.update(fact.encode() + b"\0")
     return content.hexdigest()[:16]
 
@@ -125,10 +138,10 @@ def _openmp() -> list[Path]:
     return sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))[:1]
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         sources = sorted(map(str, _SOURCES.glob("*.cpp")))
-        _run([compiler, *_FLAGS, "-c", *sources], folder)
+        _run([compiler, *flags, "-c", *sources], folder)
         objects = sorted(map(str, Path(folder).glob("*.o")))
         openmp = [str(file) for file in _openmp()] or ["-fopenmp"]
         _run([compiler, "-shared", *objects, *openmp, "-o", "kernels.so"], folder)
