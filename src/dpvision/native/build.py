@@ -27,7 +27,7 @@ _SOURCES: Final = Path(__file__).parent / "kernels"
 # No -ffast-math: it lets the compiler reorder sums and drop NaN checks, and a norm must be what it says.
 _FLAGS: Final = ("-std=c++17", "-O3", "-fno-math-errno", "-fPIC", "-fopenmp", "-Wall", "-Werror")
 _NEEDED: Final[dict[str, frozenset[str]]] = {"1": frozenset(), "avx2": frozenset({"avx2", "fma", "bmi2"})}
-"""What the switch may say besides 0, and the instruction sets that takes: this processor's own, or AVX2 and no wider."""
+"""What the switch may say besides 0, and what that takes: this processor's own instructions, or AVX2 and no wider."""
 _SECONDS: Final = 300
 
 
