@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -30,6 +31,7 @@ from dpvision.bench.suites import SUITES, Item
 from dpvision.bench.timing import reason_of, time_contenders
 from dpvision.checks import ArgumentError, DPVisionError
 from dpvision.cli import app
+from dpvision.native.memory import give_back_freed_memory
 
 TINY = Workload.of("shoefit_cnn", batch=4)
 EVERYBODY = [one.name for one in ALL if not one.compiles and one.name != "jax-privacy"]
@@ -124,7 +126,8 @@ def test_operations_grow_with_the_rows_and_are_those_of_the_layers() -> None:
     assert step_flops(replace(linear, views=3)) == 3 * step_flops(linear)
 
 
-def test_each_contender_is_timed_once_a_round_in_changing_order() -> None:
+def test_each_contender_has_one_turn_a_round_in_changing_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpvision.bench.timing._MOST_STEPS", 1)
     order: list[str] = []
     crowd = [made_up(name, lambda name=name: order.append(name)) for name in "abcd"]
     times = time_contenders(crowd, TINY, repeats=3, progress=silent)
@@ -133,6 +136,18 @@ def test_each_contender_is_timed_once_a_round_in_changing_order() -> None:
     assert [sorted(one) for one in rounds] == [list("abcd")] * 3
     assert len({tuple(one) for one in rounds}) > 1
     assert {name: len(seconds) for name, seconds in times.seconds.items()} == dict.fromkeys("abcd", 3)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.2, 1), (0.1, 1), (0.04, 3), (0.0, 50)])
+def test_short_steps_are_taken_several_at_a_time(seconds: float, steps: int) -> None:
+    """A step that tells its own seconds: turns last a tenth of a second, but no more than 50 steps."""
+    told = itertools.chain([9.0], itertools.cycle([seconds]))  # the warm-up's does not count
+    taken: list[float] = []
+    times = time_contenders(
+        [made_up("one", lambda: taken.append(next(told)) or taken[-1])], TINY, repeats=2, progress=silent
+    )
+    assert len(taken) == 1 + 2 * steps
+    assert times.seconds["one"] == pytest.approx([seconds, seconds])
 
 
 @pytest.mark.parametrize("last_good_step", [0, 2])
@@ -181,6 +196,7 @@ def test_memory_counts_what_a_step_holds_and_not_the_code_that_it_reads_in(
 
     def measured_for(step: Callable[[], None]) -> int:
         monkeypatch.setattr("dpvision.bench.memory.contender", lambda _: SimpleNamespace(make=lambda _: step))
+        give_back_freed_memory()  # what other tests freed would be used again
         return memory.added_bytes("any", TINY)
 
     assert measured_for(reads) < size / 4

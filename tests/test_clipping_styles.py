@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dpvision import native
 from dpvision.checks import ArgumentError
 from dpvision.grads import Performance, clipped_sum, clipped_sum_of_batch, oracle, reference
-from dpvision.grads.clip import GAMMA, Clip, clip_factors
+from dpvision.grads.clip import GAMMA, Clip, Limits, clip_factors
 from dpvision.mechanism import CLIPPINGS, Clipping
 from dpvision.models.layers import ScalarGain, WSConv2d
 from grads_networks import NETWORKS
@@ -203,12 +203,13 @@ def test_no_single_unit_is_ever_longer_than_clip_norm(
 def test_a_factor_times_its_norm_never_passes_the_bound(clipping: Clipping, norms: list[float], bound: float) -> None:
     norm_U = torch.tensor(norms, dtype=torch.float64)
     counted_U = torch.ones(len(norms), dtype=torch.bool)
-    factor_U = clip_factors(norm_U.square(), counted_U, bound=bound, rounding=2.0**-23, clipping=clipping)
+    limits = Limits.of(bound, rounding=2.0**-23, clipping=clipping)
+    factor_U = clip_factors(norm_U.square(), counted_U, limits)
     assert bool((factor_U * norm_U <= bound * (1 - 2e-6)).logical_or(factor_U == 1).all())
     assert bool((factor_U * norm_U <= bound).all())
     assert bool((factor_U >= 0).all())
     assert bool((factor_U <= (bound / GAMMA if clipping == "automatic" else 1.0)).all())
-    assert not clip_factors(norm_U, ~counted_U, bound=bound, rounding=0.0, clipping=clipping).any()
+    assert not clip_factors(norm_U, ~counted_U, limits).any()
 
 
 # ---- each style is what it says

@@ -153,8 +153,10 @@ def test_the_release_is_numpys_bit_by_bit(count: int) -> None:
 
 
 def test_the_noise_is_native_and_its_fingerprint_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    dealt_out = b"parameters by name, together up to 262144 numbers and 8 steps"
+
     def digest() -> str:
-        return hashlib.sha256(noise.standard_normals(bytes(32), 1 << 16).tobytes()).hexdigest()
+        return hashlib.sha256(dealt_out + noise.standard_normals(bytes(32), 1 << 16).tobytes()).hexdigest()
 
     native, draws = noise.generator_fingerprint(), noise.standard_normals(KEY, 1001)
     assert native == digest()

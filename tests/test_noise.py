@@ -18,7 +18,7 @@ from scipy import stats
 
 from dpvision import noise
 from dpvision.checks import ArgumentError
-from dpvision.keys import Keys, random_words
+from dpvision.keys import Keys, WordStream, random_words
 from dpvision.noise import standard_normals
 
 Normals = NDArray[np.float64]
@@ -164,21 +164,20 @@ def test_angles_are_exact_to_float64_and_go_round_once() -> None:
     np.testing.assert_allclose(sines, np.sin(angles), atol=2e-15, rtol=0)
 
 
-@pytest.mark.parametrize(("count", "keys"), [(100_000, 4), (10, 2)])
-def test_words_for_the_far_tail_come_from_a_key_of_their_own_if_there_is_one(
-    count: int, keys: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Among 100,000 numbers there are about 24 tail words, among these ten there is none."""
-    used: list[bytes] = []
+def test_no_word_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among 100,000 numbers there are about 24 tail words: those that continue them come after all others."""
+    taken: list[NDArray[np.uint64]] = []
 
-    def noted(key: bytes, count: int) -> NDArray[np.uint64]:
-        used.append(key)
-        return random_words(key, count)
+    class Noted(WordStream):
+        def take(self, count: int) -> NDArray[np.uint64]:
+            taken.append(super().take(count))
+            return taken[-1].copy()
 
-    monkeypatch.setattr(noise, "random_words", noted)
-    for key in (KEY, KEYS.derive("noise", 1, "w")):
-        standard_normals(key, count)
-    assert len(used) == len(set(used)) == keys
+    monkeypatch.setattr(noise, "WordStream", Noted)
+    standard_normals(KEY, 100_000)
+    first, more = taken
+    assert (len(first), 10 < len(more) < 50) == (100_000, True)
+    assert np.concatenate(taken).tobytes() == random_words(KEY, 100_000 + len(more)).tobytes()
 
 
 def test_the_radius_does_not_jump_where_the_tail_begins() -> None:
@@ -195,13 +194,13 @@ def reach() -> float:
 
 
 def test_the_farthest_normal_lies_beyond_eight_and_a_half(generator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def largest_words(key: bytes, count: int) -> NDArray[np.uint64]:
+    def largest_words(_: WordStream, count: int) -> NDArray[np.uint64]:
         # The first call asks for radius words, then angle words (zero: the x axis); the second for tail words.
         words = np.zeros(count, dtype=np.uint64)
-        words[: count // 2] = LARGEST_WORD if key == KEY else 0
+        words[: count // 2] = LARGEST_WORD if count == 40_000 else 0
         return words
 
-    monkeypatch.setattr(noise, "random_words", largest_words)
+    monkeypatch.setattr(WordStream, "take", largest_words)
     draws = standard_normals(KEY, 40_000)
     np.testing.assert_array_equal(draws[:20_000], reach())
     np.testing.assert_array_equal(draws[20_000:], 0.0)

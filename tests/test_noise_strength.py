@@ -17,9 +17,8 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from dpvision import noise
 from dpvision.flow import ClippedSum
-from dpvision.keys import Keys
+from dpvision.keys import Keys, WordStream
 from dpvision.mechanism import Mechanism
 from dpvision.noise import privatize
 from dpvision.training.binding import bound_keys
@@ -96,16 +95,16 @@ def test_the_same_tests_reject_noise_that_is_a_little_wrong() -> None:
 
 def test_extreme_random_words_are_released_in_full(generator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The farthest value that can be released, by construction: nothing between generator and release cuts it."""
-    largest = np.uint64(2**64 - 1)
+    count = 1 << 18  # too many for steps to share a draw
 
-    def words(key: bytes, count: int) -> NDArray[np.uint64]:
-        found = np.zeros(count, dtype=np.uint64)
-        found[: count // 2] = largest if count > 10 else 0  # radii; the words that continue a tail are asked for later
+    def words(_: WordStream, asked: int) -> NDArray[np.uint64]:
+        found = np.zeros(asked, dtype=np.uint64)
+        found[: asked // 2] = 2**64 - 1 if asked == count else 0  # radii; then words that continue a tail are asked for
         return found
 
-    monkeypatch.setattr(noise, "random_words", words)
+    monkeypatch.setattr(WordStream, "take", words)
     released.cache_clear()
-    farthest = released(20, 0, generator)
+    farthest = released(count, 0, generator)
     released.cache_clear()
     assert np.abs(farthest).max() > 13.3 > 8.5
 

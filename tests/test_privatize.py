@@ -91,12 +91,60 @@ def test_each_parameter_and_step_has_its_own_noise() -> None:
     assert len(np.unique(np.concatenate(drawn))) > 8 * 500 - 5  # equal float32 values by chance are rare
 
 
-def test_noise_does_not_depend_on_what_else_is_in_the_sum_or_on_its_order() -> None:
+def test_noise_does_not_depend_on_the_order_of_the_parameters() -> None:
     a, b = torch.randn(40), torch.randn(3, 5)
     one = privatize(ClippedSum({"a": a, "b": b}, 0.37), MECHANISM, KEYS, step=4).gradients
     other = privatize(ClippedSum({"b": b, "a": a}, 0.37), MECHANISM, KEYS, step=4).gradients
     assert torch.equal(one["a"], other["a"])
     assert torch.equal(one["b"], other["b"])
+
+
+def test_other_parameters_beside_it_change_a_parameters_noise() -> None:
+    """One step released for two sets of parameters must not show the difference of two sums without noise."""
+    sums = {name: torch.zeros(40) for name in "abc"}
+    drawn = [
+        privatize(ClippedSum({name: sums[name] for name in names}, 0.37), MECHANISM, KEYS, step=4).gradients["a"]
+        for names in ("a", "ab", "ac", "abc")
+    ]
+    assert len(torch.cat(drawn).unique()) == 4 * 40
+
+
+def noise_of(sizes: dict[str, int], step: int) -> dict[str, Normals]:
+    sums = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
+    released = privatize(ClippedSum(sums, 0.37), MECHANISM, KEYS, step=step).gradients
+    return {name: gradient.numpy() for name, gradient in released.items()}
+
+
+def test_steps_that_share_a_draw_share_no_number_and_can_be_taken_in_any_order() -> None:
+    sizes = {"a": 301, "b": 3}
+    steps = range(2 * noise._AHEAD + 1)
+    expected = {step: noise_of(sizes, step) for step in steps}
+    everything = np.concatenate([part for step in steps for part in expected[step].values()])
+    assert len(np.unique(everything)) == len(everything) == 304 * len(steps)
+    for step in (*reversed(steps), 5, 5, 0, 16, 5):
+        for name, numbers in noise_of(sizes, step).items():
+            assert numbers.tobytes() == expected[step][name].tobytes()
+
+
+def test_neighbouring_numbers_steps_and_parameters_are_not_correlated() -> None:
+    """Eight steps of one draw against each other: 28 pairs of 30,001 numbers, false alarm 1e-8 each."""
+    drawn = np.stack([np.concatenate([*noise_of({"a": 20_000, "b": 10_001}, step).values()]) for step in range(8)])
+    correlations = np.corrcoef(drawn)[np.triu_indices(8, 1)]
+    assert np.abs(correlations).max() < 5.73 / math.sqrt(30_001)
+
+
+@pytest.mark.parametrize("last", [0, 1, 1000])
+def test_parameters_share_a_draw_until_they_are_too_many(last: int) -> None:
+    """Every set is drawn by itself: what a parameter gets does not depend on the sets before or after its own."""
+    together = noise._TOGETHER
+    sizes = {"a": 5, "b": together - 5, "c": 7, "d": together + 1, "e": last}
+    assert list(noise._together(sizes)) == [("a", "b"), ("c",), ("d",), ("e",)]
+    drawn = noise_of(sizes, 3)
+    assert {name: each.size for name, each in drawn.items()} == sizes
+    whole = np.concatenate([*drawn.values()])
+    assert len(np.unique(whole)) > whole.size - 100  # by chance, about 30 of half a million meet on the grid
+    others = noise_of({"c": together + 7 + last, "d": together + 1}, 3)  # as many numbers in all, so on the same grid
+    assert drawn["d"].tobytes() == others["d"].tobytes()
 
 
 @both_generators

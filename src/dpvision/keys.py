@@ -21,6 +21,7 @@ from dpvision.checks import ArgumentError
 Stream = Literal["run", "sampling", "rows", "noise", "init", "views", "augmentation", "statistics", "holdout"]
 SECRET_BYTES = 32
 _BLOCK_WORDS = 2
+_FIRST_COUNTER = bytes(16)
 _PIECE = 1 << 16
 _ZEROS = memoryview(bytes(_PIECE))
 
@@ -74,16 +75,26 @@ class Keys:
         return int.from_bytes(self.derive(stream, *index)[:8], "big") >> 1
 
 
+class WordStream:
+    """The AES-256-CTR key stream of a key, counter from zero, as 64-bit words: every word is given out once."""
+
+    def __init__(self, key: bytes) -> None:
+        self._encryptor = Cipher(algorithms.AES(key), modes.CTR(_FIRST_COUNTER)).encryptor()
+
+    def take(self, count: int) -> NDArray[np.uint64]:
+        """The next ``count`` words."""
+        words = np.empty(count, dtype="<u8")
+        stream = words.view(np.uint8).data
+        # In pieces that stay in the cache: faster than one long call, and the same bytes.
+        for start in range(0, len(stream), _PIECE):
+            piece = stream[start : start + _PIECE]
+            self._encryptor.update_into(_ZEROS[: len(piece)], piece)
+        return words
+
+
 def random_words(key: bytes, count: int) -> NDArray[np.uint64]:
-    """``count`` 64-bit words of the AES-256-CTR key stream of ``key``, counter from zero."""
-    encryptor = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
-    words = np.empty(count, dtype="<u8")
-    stream = words.view(np.uint8).data
-    # In pieces that stay in the cache: faster than one long call, and the same bytes.
-    for start in range(0, len(stream), _PIECE):
-        piece = stream[start : start + _PIECE]
-        encryptor.update_into(_ZEROS[: len(piece)], piece)
-    return words
+    """The first ``count`` words of the stream of ``key``."""
+    return WordStream(key).take(count)
 
 
 def owned_words(key: bytes, owners: NDArray[np.int64], count: int) -> NDArray[np.uint64]:

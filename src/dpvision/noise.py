@@ -9,9 +9,10 @@ their sum is exact and everything after it is post-processing. docs/guarantee.md
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import hmac
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -26,7 +27,7 @@ from dpvision.flow import (
     ClippedSum,
     PrivateGrad,
 )
-from dpvision.keys import Keys, random_words
+from dpvision.keys import Keys, WordStream
 from dpvision.mechanism import Mechanism
 from dpvision.native import normals as kernels
 
@@ -35,6 +36,8 @@ GRID_BITS = 30
 """The grid's spacing is 2⁻³⁰ of the noise's standard deviation, rounded down to a power of two."""
 
 _PAIRS = 1 << 14  # pairs of normals worked on at once: small enough for the cache
+_TOGETHER = 1 << 18  # numbers up to which parameters share a draw, because a draw has a fixed cost
+_AHEAD = 8  # steps that share a draw, if their numbers are few enough
 _FIRST_TAIL_WORD = np.uint64(2**64 - 2**53)  # one word in 2048 is a tail word
 _LEAST_STDDEV, _MOST_STDDEV = 2.0**-400, 2.0**400  # beyond these the grid would leave float64's range
 
@@ -52,12 +55,10 @@ def standard_normals(key: bytes, count: int) -> NDArray[np.float64]:
     if len(key) != KEY_BYTES:
         raise ArgumentError(f"a noise key must have {KEY_BYTES} bytes, got {len(key)}. Use Keys.derive.")
     pairs = (count + 1) // 2
-    words = random_words(key, 2 * pairs)
+    stream = WordStream(key)
+    words = stream.take(2 * pairs)
     tails = np.flatnonzero(words[:pairs] >= _FIRST_TAIL_WORD)
-    tail_radii = np.empty(0)
-    if len(tails):  # hardly ever among few numbers, for which another cipher would take as long as all the rest
-        more_words = random_words(hmac.digest(key, b"dpvision tail words", "sha256"), len(tails))
-        tail_radii = _tail_radii(words[tails], more_words)
+    tail_radii = _tail_radii(words[tails], stream.take(len(tails)))
     from_words = kernels.from_words if kernels.takes(words) else _from_words
     return from_words(words, tails, tail_radii)[:count]
 
@@ -103,12 +104,13 @@ def _circle(words: NDArray[np.uint64]) -> tuple[NDArray[np.float64], NDArray[np.
 
 
 def generator_fingerprint() -> str:
-    """A digest of 2¹⁶ normals of a fixed key: differs where this machine's arithmetic differs in their last bits.
+    """A digest of 2¹⁶ normals of a fixed key, and of how they are dealt out to parameters.
 
-    A resumed run may replay a step only where its noise comes out bit for bit as before, so this belongs to what the
-    noise key is bound to.
+    It differs where this machine's arithmetic differs in their last bits. A resumed run may replay a step only where
+    its noise comes out bit for bit as before, so this belongs to what the noise key is bound to.
     """
-    return hashlib.sha256(standard_normals(bytes(KEY_BYTES), 1 << 16).tobytes()).hexdigest()
+    dealt_out = f"parameters by name, together up to {_TOGETHER} numbers and {_AHEAD} steps".encode()
+    return hashlib.sha256(dealt_out + standard_normals(bytes(KEY_BYTES), 1 << 16).tobytes()).hexdigest()
 
 
 @final
@@ -150,17 +152,50 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
 
     Guarantee: a Gaussian mechanism of ``noise_multiplier`` for sums that one unit moves by at most ``clip_norm``, up
     to the generator's computational security and the float64 accuracy of single normals. Each (step, parameter) has
-    its own noise; the same keys, step and sum give the same bits, on any device and number of threads.
+    its own noise; the same keys, step and sum give the same bits, on any device and number of threads and in any
+    order of the parameters. Another set of parameters gets other noise.
     """
     _require_sound(clipped, mechanism, step)
     grid = Grid.of(mechanism, coordinates=sum(each.numel() for each in clipped.gradients.values()))
     sums = clipped.take()
-    gradients = {
-        # One after the other leaves: a large model's sums and means don't lie side by side.
-        name: _release(sums.pop(name), keys.derive("noise", step, name), grid, divisor=mechanism.divisor)
-        for name in list(sums)
-    }
+    gradients: dict[str, Tensor] = {}
+    for names in _together({name: each.numel() for name, each in sums.items()}):
+        # One set after the other leaves: a large model's sums and means don't lie side by side.
+        some = [sums.pop(name) for name in names]
+        noise = _noise(keys, step, names, sum(each.numel() for each in some))
+        gradients.update(zip(names, _release(some, noise, grid, divisor=mechanism.divisor), strict=True))
     return PrivateGrad(gradients, step, proof=_MADE_BY_PRIVATIZE)
+
+
+def _noise(keys: Keys, step: int, names: tuple[str, ...], count: int) -> NDArray[np.float64]:
+    """The standard normals of one step for these parameters, which have ``count`` numbers: an array of its own.
+
+    Those of a few steps come from one draw, each its own part of it, where all parameters of a model are few.
+    """
+    steps = max(1, min(_AHEAD, _TOGETHER // max(1, count)))
+    if steps == 1:
+        return standard_normals(keys.derive("noise", step, *names), count)
+    first = step - step % steps
+    start = (step - first) * count
+    return _drawn_ahead(keys, first, names, steps * count)[start : start + count].copy()
+
+
+@functools.lru_cache(maxsize=1)
+def _drawn_ahead(keys: Keys, first: int, names: tuple[str, ...], count: int) -> NDArray[np.float64]:
+    return standard_normals(keys.derive("noise", first, *names), count)
+
+
+def _together(sizes: dict[str, int]) -> Iterator[tuple[str, ...]]:
+    """The parameters by name, as many at once as stay within ``_TOGETHER`` numbers, and at least one."""
+    names: tuple[str, ...] = ()
+    numbers = 0
+    for name in sorted(sizes):
+        if names and numbers + sizes[name] > _TOGETHER:
+            yield names
+            names, numbers = (), 0
+        names, numbers = (*names, name), numbers + sizes[name]
+    if names:
+        yield names
 
 
 def _require_sound(clipped: ClippedSum, mechanism: Mechanism, step: int) -> None:
@@ -182,16 +217,17 @@ def _require_sound(clipped: ClippedSum, mechanism: Mechanism, step: int) -> None
 
 
 def _is_finite(sums: Tensor) -> bool:
-    # The extremes are finite only if everything is (NaN comes through), and finding them reads the memory once.
-    return sums.is_floating_point() and (
-        not sums.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(sums))
-    )
+    # What is not finite stays so in any sum, and sums of clipped gradients are far from float64's end.
+    return sums.is_floating_point() and math.isfinite(sums.sum(dtype=torch.float64).item())
 
 
-def _release(sums: Tensor, key: bytes, grid: Grid, *, divisor: float) -> Tensor:
-    """One parameter's noisy mean. Worked on the CPU wherever ``sums`` lives, so that every device gives equal bits."""
-    values: NDArray[np.float64] = sums.detach().to("cpu", torch.float64).numpy().reshape(-1)
-    noise = standard_normals(key, values.size)
+def _release(sums: list[Tensor], noise: NDArray[np.float64], grid: Grid, *, divisor: float) -> list[Tensor]:
+    """Some parameters' noisy means; they take the noise's place.
+
+    Worked on the CPU wherever ``sums`` live, so that every device gives equal bits.
+    """
+    flat = [each.detach().to("cpu", torch.float64).reshape(-1) for each in sums]
+    values: NDArray[np.float64] = (flat[0] if len(flat) == 1 else torch.cat(flat)).numpy()
     noise_steps, mean_per_step = grid.noise_stddev / grid.spacing, grid.spacing / divisor
     on_grid = kernels.release if kernels.takes(noise) else _on_grid
     released = on_grid(
@@ -201,7 +237,8 @@ def _release(sums: Tensor, key: bytes, grid: Grid, *, divisor: float) -> Tensor:
         steps_per_normal=noise_steps,
         mean_per_step=mean_per_step,
     )
-    return torch.as_tensor(released).to(sums.dtype).view(sums.shape).to(sums.device)
+    means = torch.split(torch.as_tensor(released), [each.numel() for each in sums])
+    return [mean.view(each.shape).to(each.device, each.dtype) for mean, each in zip(means, sums, strict=True)]
 
 
 def _on_grid(

@@ -8,7 +8,7 @@ CLIPPING = (
     *mutations(
         "test_clipping_styles",
         "grads/clip.py",
-        ("automatic clipping without its constant", "below / (norm_U + GAMMA)", "below / norm_U"),
+        ("automatic clipping without its constant", "added=GAMMA", "added=0.0"),
         ("another constant than the documented one", "GAMMA: Final = 0.01", "GAMMA: Final = 0.001"),
         (
             "every layer gets the whole clip norm",
@@ -18,16 +18,34 @@ CLIPPING = (
         ("weight and bias are layers of their own", 'name.rpartition(".")[0] if by_layer', "name if by_layer"),
         (
             "a unit is left out of one layer only",
-            "functools.reduce(torch.logical_and, finite)",
-            "finite[-1]",
+            "functools.reduce(torch.logical_and, map(torch.isfinite, norms_sq.values()), real_U.new_ones(()))",
+            "torch.isfinite([*norms_sq.values()][-1])",
         ),
         (
             "the norm of the last parameter only",
-            "norms_sq[group] + norms_sq_U if group in norms_sq else norms_sq_U",
-            "norms_sq_U",
+            ".setdefault(self.groups[parameter], []).append(share.norms_sq().double())",
+            "[self.groups[parameter]] = [share.norms_sq().double()]",
         ),
         ("rounding may pass the clip norm", "bound * (1 - SLACK * rounding)", "bound * (1 + SLACK * rounding)"),
-        ("clipped by the squared norm", "(below / norm_U)", "(below / norm_U.square())"),
+        ("clipped by the squared norm", "norms_sq_U.sqrt() + limits", "norms_sq_U + limits"),
+        ("the bound is not that of the style", "below=limits.below,", "below=1.0,"),
+        ("units without a finite norm are clipped as usual", "        if factor_U is None:", "        if False:"),
+    ),
+    *mutations(
+        "test_native_clip",
+        "native/kernels/clip_factors.cpp",
+        ("only the last part has a norm", "norm_sq += norms", "norm_sq = norms"),
+        ("the squared norm instead of the norm", "std::sqrt(norm_sq)", "norm_sq"),
+        ("short gradients are stretched by a kernel", "factor < most ? factor : most", "factor"),
+        ("padding counts", "!real_U[u] ? 0.0 : ", ""),
+        ("norms that are not finite pass", "broken += !std::isfinite(norm_sq);", ""),
+    ),
+    *mutations(
+        "test_native_clip",
+        "native/kernels/squares.cpp",
+        ("the rest of a row has no norm", "rest += double(x[i]) * x[i]", "rest += 0"),
+        ("half of a row has no norm", "(sums[0] + sums[1]) + (sums[2] + sums[3])", "sums[0] + sums[1]"),
+        ("every unit has the first one's norm", "squares_of(x_UD + u * entries, entries)", "squares_of(x_UD, entries)"),
     ),
     *mutations(
         "test_clipping_styles",

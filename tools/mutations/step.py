@@ -15,8 +15,33 @@ NOISE = (
             "mean_per_step = 0.707 * grid.noise_stddev / grid",
         ),
         ("noise without the clip norm", "noise_multiplier * sensitivity)", "noise_multiplier)"),
-        ("all parameters share noise", 'keys.derive("noise", step, name)', 'keys.derive("noise", step)'),
-        ("all steps share noise", 'keys.derive("noise", step, name)', 'keys.derive("noise", name)'),
+        (
+            "sets of parameters share noise",
+            'standard_normals(keys.derive("noise", step, *names), count)',
+            'standard_normals(keys.derive("noise", step), count)',
+        ),
+        (
+            "all steps of a large model share noise",
+            'standard_normals(keys.derive("noise", step, *names), count)',
+            'standard_normals(keys.derive("noise", *names), count)',
+        ),
+        ("steps of a small model share noise", "    start = (step - first) * count\n", "    start = 0\n"),
+        (
+            "steps of a small model overlap",
+            "    start = (step - first) * count\n",
+            "    start = (step - first) * (count - 1)\n",
+        ),
+        (
+            "noise is drawn ahead once for all steps",
+            'standard_normals(keys.derive("noise", first, *names), count)',
+            'standard_normals(keys.derive("noise", 0, *names), count)',
+        ),
+        (
+            "a replayed step gets what was left of its noise",
+            "[start : start + count].copy()",
+            "[start : start + count]",
+        ),
+        ("the order of parameters changes their noise", "for name in sorted(sizes):", "for name in sizes:"),
         ("a sum clipped to less passes", "if not clipped.clip_norm ==", "if clipped.clip_norm >"),
         ("a sum that is not finite passes", "    if broken:", "    if False:"),
         ("anything passes as a clipped sum", "if type(clipped) is not ClippedSum:", "if False:"),
@@ -30,6 +55,11 @@ NOISE = (
     *mutations(
         "test_noise",
         "noise.py",
+        (
+            "the far tail repeats words of the middle",
+            "stream.take(len(tails))",
+            "WordStream(key).take(len(tails))",
+        ),
         ("the far tail is cut off", "        radii[tails[first:last] - start] = tail_radii[first:last]\n", ""),
         ("variance 1 % too small", "    radii *= -2.0\n", "    radii *= -1.98\n"),
         ("radius and angle from the same words", "words[:pairs], words[pairs:]", "words[:pairs], words[:pairs]"),

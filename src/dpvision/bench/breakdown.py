@@ -40,7 +40,7 @@ _PART_OF: Final = {
     "backpropagate": "backward",
     "unit_gradients": "norms",  # what remains in it after forward and backward: the rules
     "norms_sq": "norms",
-    "clip_factors": "norms",
+    "factors": "norms",
     "weighted_sum": "weighted sum",
     "add": "weighted sum",  # over micro-batches, in float64
     "gradients": "weighted sum",
@@ -49,7 +49,10 @@ _PICTURES, _SIDE, _UNITS_AT_ONCE = 50_000, 32, 256
 
 
 def breakdown(workload: Workload, *, kernels: Kernels, repeats: int) -> dict[str, float]:
-    """Median seconds of each part of a private step, in the order of ``PARTS``."""
+    """Mean seconds of each part of a private step, in the order of ``PARTS``.
+
+    Means, because a small model's noise is drawn for several steps at once.
+    """
     model, batch = workload.make_model(), Rows(*workload.make_rows(), workload.views)
     mechanism, keys, optimizer = mechanism_of(workload), Keys.from_os_entropy(), optimizer_of(model, private=True)
     performance = performance_of(workload, kernels)
@@ -71,7 +74,7 @@ def breakdown(workload: Workload, *, kernels: Kernels, repeats: int) -> dict[str
                 optimizer.step(private)
             passes.append(watch.seconds)
     # The first pass also looks the model over.
-    return {part: statistics.median(one.get(part, 0.0) for one in passes[1:]) for part in PARTS}
+    return {part: statistics.fmean(one.get(part, 0.0) for one in passes[1:]) for part in PARTS}
 
 
 @final

@@ -61,7 +61,7 @@ def machine_line(figures: Figures) -> str:
     peak = f"peak of float32 matrix products {figures.peak_flops / 1e9:.0f} GF/s"
     return (
         f"{machine}; {plural(figures.threads, 'thread')}; {peak}; "
-        f"medians of {plural(figures.repeats, 'interleaved step')}"
+        f"medians of {plural(figures.repeats, 'interleaved round')}"
     )
 
 

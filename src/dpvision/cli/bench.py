@@ -49,6 +49,7 @@ def bench(
         from dpvision.bench import Settings, run
         from dpvision.bench.page import require_writable, write_page
         from dpvision.bench.table import terminal_lines
+        from dpvision.native.memory import keep_freed_memory
 
         settings = Settings(
             contenders=None if contenders is None else _names(contenders),
@@ -68,6 +69,7 @@ def bench(
             figures = _earlier(read, asked if suite is None else {**asked, "suite": suite})
         else:
             items = _items(asked) if suite is None else _suites(suite, asked)
+            keep_freed_memory()  # as in training; ordinary steps gain from it, too
             with _progress() as progress:
                 figures = run(items, settings, progress)
         if write is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -18,6 +18,7 @@ from dpvision.checks import Problems
 from dpvision.grads.duties import trainable
 from dpvision.grads.shares import Share
 from dpvision.mechanism import CLIPPINGS, Clipping
+from dpvision.native import clip_factors as kernel
 
 SLACK: Final = 32
 """Room below ``clip_norm`` in units of the parameters' rounding, so that rounding can't push a unit above it."""
@@ -62,36 +63,63 @@ class Clip:
 
         A unit that is not finite in one layer is left out of all of them.
         """
-        norms_sq: dict[str, Tensor] = {}
+        parts: dict[str, list[Tensor]] = {}
         for parameter, share in shares.items():
-            group, norms_sq_U = self.groups[parameter], share.norms_sq().double()
-            norms_sq[group] = norms_sq[group] + norms_sq_U if group in norms_sq else norms_sq_U
-        finite_U = _all_finite(norms_sq.values(), like=real_U)
+            parts.setdefault(self.groups[parameter], []).append(share.norms_sq().double())
         rounding = max((torch.finfo(parameter.dtype).eps for parameter in shares), default=0.0)
-        by_group = {
-            group: clip_factors(
-                norms_sq_U, finite_U & real_U, bound=self.bound, rounding=rounding, clipping=self.clipping
-            )
-            for group, norms_sq_U in norms_sq.items()
-        }
-        dead_U = None if bool(finite_U.all()) else ~finite_U
+        limits = Limits.of(self.bound, rounding=rounding, clipping=self.clipping)
+        by_group, dead_U = _factors_by_kernel(parts, real_U, limits) or _factors(parts, real_U, limits)
         return {parameter: by_group[self.groups[parameter]] for parameter in shares}, dead_U
 
 
-def clip_factors(
-    norms_sq_U: Tensor, counted_U: Tensor, *, bound: float, rounding: float, clipping: Clipping = "flat"
-) -> Tensor:
+@final
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """A factor is ``below / (norm + added)``, but at most ``most``."""
+
+    below: float
+    added: float
+    most: float
+
+    @staticmethod
+    def of(bound: float, *, rounding: float, clipping: Clipping) -> Limits:
+        """Those for which factor · norm stays below ``bound`` when both are rounded."""
+        below = bound * (1 - SLACK * rounding)
+        if clipping == "automatic":
+            return Limits(below=below, added=GAMMA, most=math.inf)
+        return Limits(below=below, added=0.0, most=1.0)
+
+
+Parts = dict[str, list[Tensor]]
+"""Of everything that is clipped together, the units' squared norms, which add up."""
+ByGroup = tuple[dict[str, Tensor], Tensor | None]
+"""Of everything that is clipped together, the units' factors; and the units without a finite norm, if there are any."""
+
+
+def _factors(parts: Parts, real_U: Tensor, limits: Limits) -> ByGroup:
+    norms_sq = {group: torch.stack(some).sum(0) for group, some in parts.items()}
+    finite_U = functools.reduce(torch.logical_and, map(torch.isfinite, norms_sq.values()), real_U.new_ones(()))
+    by_group = {group: clip_factors(some_U, finite_U & real_U, limits) for group, some_U in norms_sq.items()}
+    return by_group, None if bool(finite_U.all()) else ~finite_U
+
+
+def _factors_by_kernel(parts: Parts, real_U: Tensor, limits: Limits) -> ByGroup | None:
+    """The same by a kernel, if there is one: only for units all of whose norms are finite."""
+    by_group: dict[str, Tensor] = {}
+    for group, some in parts.items():
+        if not kernel.takes(some, real_U):
+            return None
+        factor_U = kernel.clip_factors(some, real_U, below=limits.below, added=limits.added, most=limits.most)
+        if factor_U is None:
+            return None
+        by_group[group] = factor_U
+    return by_group, None
+
+
+def clip_factors(norms_sq_U: Tensor, counted_U: Tensor, limits: Limits) -> Tensor:
     """The factor of every unit, from the squared norm of what is clipped together.
 
     Guarantee: factor · norm ≤ bound; exactly zero for units that don't count, whatever their norm is.
     """
-    norm_U = torch.where(counted_U, norms_sq_U, 1.0).sqrt()
-    below = bound * (1 - SLACK * rounding)
-    factor_U = below / (norm_U + GAMMA) if clipping == "automatic" else (below / norm_U).clamp(max=1.0)
+    factor_U = (limits.below / (norms_sq_U.sqrt() + limits.added)).clamp(max=limits.most)
     return torch.where(counted_U, factor_U, 0.0)
-
-
-def _all_finite(norms_sq: Iterable[Tensor], *, like: Tensor) -> Tensor:
-    """Units whose norm is finite in every group."""
-    finite = [torch.isfinite(norms_sq_U) for norms_sq_U in norms_sq]
-    return functools.reduce(torch.logical_and, finite) if finite else torch.ones_like(like, dtype=torch.bool)
