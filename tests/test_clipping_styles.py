@@ -17,6 +17,7 @@ from dpvision import native
 from dpvision.checks import ArgumentError
 from dpvision.grads import Performance, clipped_sum, clipped_sum_of_batch, oracle, reference
 from dpvision.grads.clip import GAMMA, Clip, Limits, clip_factors
+from dpvision.grads.duties import trainable
 from dpvision.mechanism import CLIPPINGS, Clipping
 from dpvision.models.layers import ScalarGain, WSConv2d
 from grads_networks import NETWORKS
@@ -266,13 +267,17 @@ def test_the_number_of_layers_is_a_fact_of_the_model() -> None:
     model = every_kind()
     layers = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
     assert len(layers) == 10
-    assert Clip.of(model, clip_norm=2.0, clipping="per_layer").bound == 2.0 / math.sqrt(10)
+    assert Clip.of(trainable(model), clip_norm=2.0, clipping="per_layer").bound == 2.0 / math.sqrt(10)
     model.get_submodule("13").requires_grad_(False)
-    assert Clip.of(model, clip_norm=2.0, clipping="per_layer").bound == 2.0 / math.sqrt(9)
+    assert Clip.of(trainable(model), clip_norm=2.0, clipping="per_layer").bound == 2.0 / math.sqrt(9)
     for clipping in ("flat", "automatic"):
-        assert Clip.of(model, clip_norm=2.0, clipping=cast("Clipping", clipping)).bound == 2.0
+        assert Clip.of(trainable(model), clip_norm=2.0, clipping=cast("Clipping", clipping)).bound == 2.0
     tied = NETWORKS["tied layers"][0]()
-    assert sorted(Clip.of(tied, clip_norm=1.0, clipping="per_layer").groups.values()) == ["first", "first", "second"]
+    assert sorted(Clip.of(trainable(tied), clip_norm=1.0, clipping="per_layer").groups.values()) == [
+        "first",
+        "first",
+        "second",
+    ]
 
 
 # ---- units that are not finite, padding, empty draws

@@ -226,8 +226,9 @@ def _release(sums: list[Tensor], noise: NDArray[np.float64], grid: Grid, *, divi
 
     Worked on the CPU wherever ``sums`` live, so that every device gives equal bits.
     """
-    flat = [each.detach().to("cpu", torch.float64).reshape(-1) for each in sums]
-    values: NDArray[np.float64] = (flat[0] if len(flat) == 1 else torch.cat(flat)).numpy()
+    flat = [each.cpu().reshape(-1) for each in sums]
+    joined = flat[0] if len(flat) == 1 else torch.cat(flat)  # several kinds of floats become the widest of them
+    values: NDArray[np.float64] = joined.detach().double().numpy()
     noise_steps, mean_per_step = grid.noise_stddev / grid.spacing, grid.spacing / divisor
     on_grid = kernels.release if kernels.takes(noise) else _on_grid
     released = on_grid(
@@ -238,7 +239,7 @@ def _release(sums: list[Tensor], noise: NDArray[np.float64], grid: Grid, *, divi
         mean_per_step=mean_per_step,
     )
     means = torch.split(torch.as_tensor(released), [each.numel() for each in sums])
-    return [mean.view(each.shape).to(each.device, each.dtype) for mean, each in zip(means, sums, strict=True)]
+    return [mean.view_as(each).to(each) for mean, each in zip(means, sums, strict=True)]
 
 
 def _on_grid(

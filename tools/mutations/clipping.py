@@ -57,8 +57,8 @@ CLIPPING = (
         "grads/engine.py",
         (
             "the style is forgotten",
-            "Clip.of(model, clip_norm=clip_norm, clipping=clipping)",
-            "Clip.of(model, clip_norm=clip_norm)",
+            "Clip.of(parameters, clip_norm=clip_norm, clipping=clipping)",
+            "Clip.of(parameters, clip_norm=clip_norm)",
         ),
     ),
     *mutations(

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.checks import Problems
-from dpvision.grads.duties import trainable
 from dpvision.grads.shares import Share
 from dpvision.mechanism import CLIPPINGS, Clipping
 from dpvision.native import clip_factors as kernel
@@ -43,10 +42,10 @@ class Clip:
     groups: Mapping[nn.Parameter, str]
 
     @staticmethod
-    def of(model: nn.Module, *, clip_norm: float, clipping: Clipping = "flat") -> Clip:
+    def of(parameters: dict[str, nn.Parameter], *, clip_norm: float, clipping: Clipping = "flat") -> Clip:
         """One group of all parameters, or one for each layer.
 
-        With L layers each is clipped to clip_norm/√L, whatever the others need. Every trainable parameter counts, so
+        With L layers each is clipped to clip_norm/√L, whatever the others need. ``parameters`` are all that train, so
         that L is a fact of the model: not of the units, nor of how the engine runs it.
         """
         problems = Problems()
@@ -54,7 +53,7 @@ class Clip:
         problems.require(clipping in CLIPPINGS, f"clipping must be one of {', '.join(CLIPPINGS)}, got {clipping!r}.")
         problems.raise_if_any()
         by_layer = clipping == "per_layer"
-        groups = {p: name.rpartition(".")[0] if by_layer else "" for name, p in trainable(model).items()}
+        groups = {p: name.rpartition(".")[0] if by_layer else "" for name, p in parameters.items()}
         return Clip(clipping, clip_norm / math.sqrt(max(1, len(set(groups.values())))), groups)
 
     @torch.no_grad()
@@ -107,8 +106,6 @@ def _factors_by_kernel(parts: Parts, real_U: Tensor, limits: Limits) -> ByGroup 
     """The same by a kernel, if there is one: only for units all of whose norms are finite."""
     by_group: dict[str, Tensor] = {}
     for group, some in parts.items():
-        if not kernel.takes(some, real_U):
-            return None
         factor_U = kernel.clip_factors(some, real_U, below=limits.below, added=limits.added, most=limits.most)
         if factor_U is None:
             return None

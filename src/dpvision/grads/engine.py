@@ -82,13 +82,14 @@ def clipped_sum_of_batch(
 
     Guarantee: as ``clipped_sum``; the result does not depend on the micro-batch size beyond rounding.
     """
-    clip, totals = Clip.of(model, clip_norm=clip_norm, clipping=clipping), Totals()
+    parameters = trainable(model)
+    clip, totals = Clip.of(parameters, clip_norm=clip_norm, clipping=clipping), Totals()
     each = _each_microbatch(model, loss_fn, batch, performance)
     with _unmoved(model), performance.chosen_kernels(), closing(each):
         for microbatch, found in each:
             real_U = microbatch.row_weights_UR.ne(0).any(1)
             totals.add(found.shares, *clip.factors(found.shares, real_U))
-    return ClippedSum(totals.gradients(trainable(model)), clip_norm)
+    return ClippedSum(totals.gradients(parameters), clip_norm)
 
 
 def unclipped_sum_of_batch(

@@ -120,8 +120,9 @@ def sum_of_squares(x: Tensor) -> Tensor:
     Without a kernel, short runs are added up in the tensor's own precision, the runs in float64: as exact as all in
     float64 for this purpose, and thirty times as fast.
     """
-    if squares.takes(x):
-        return squares.unit_squares(x)  # where no square underflows
+    exact_U = squares.unit_squares(x)
+    if exact_U is not None:
+        return exact_U  # no square of a float32 underflows in float64
     x_UD = x.reshape(x.shape[0], -1)
     whole = x_UD.shape[1] // _RUN * _RUN
     rest_U = torch.linalg.vector_norm(x_UD[:, whole:], dim=1).double().square()

@@ -14,23 +14,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dpvision.checks import ArgumentError
 from dpvision.native.build import build, loaded
 
 
-def takes(x: Tensor) -> bool:
-    """Whether this kernel can be used: it exists, and ``x`` is contiguous float32 on the CPU."""
-    fits = x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous()
-    return build().library is not None and fits and x.dim() > 0
-
-
-def unit_squares(x: Tensor) -> Tensor:
+def unit_squares(x: Tensor) -> Tensor | None:
     """The sum of squares of each entry of the first dimension, in float64 throughout.
+
+    None where there is no kernel for it: ``x`` must be contiguous float32 on the CPU.
 
     Guarantee: not finite if a number is not. A unit is the work of one thread: no bit depends on their number.
     """
-    if not takes(x):
-        raise ArgumentError(f"x must be contiguous float32, got {tuple(x.shape)} {x.dtype}. Use `takes` first.")
+    if build().library is None or x.dtype != torch.float32 or x.device.type != "cpu" or not x.is_contiguous():
+        return None
     units = x.shape[0]
     squares_U = x.new_empty(units, dtype=torch.float64)
     _kernel()(units, x.numel() // max(1, units), x.data_ptr(), squares_U.data_ptr(), torch.get_num_threads())

@@ -5,7 +5,9 @@
 
 namespace {
 
-constexpr int64_t PIECE = 16384;  // entries whose running sums stay in the second cache; long enough for prefetching
+constexpr int64_t PIECE = 16384;   // entries whose running sums stay in the second cache; long enough for prefetching
+constexpr int64_t ENOUGH = 1 << 17;  // products; below this, waking another thread takes longer than the work
+constexpr int64_t LEAST = 64;     // entries of a thread's share: eight cache lines of sums
 constexpr int TOGETHER = 8;       // units that are added while an entry is in a register
 
 // The units whose factor is not zero: whatever the others hold is not looked at.
@@ -36,10 +38,11 @@ void add(double* total, int64_t first, int64_t last, const float* const* parts, 
 extern "C" void dpvision_add_weighted(int64_t units, int64_t entries, double* total_D, const float* parts_UD,
                                       const double* factor_U, int threads) {
     const Live live(units, entries, parts_UD, factor_U);
-    const int64_t count = live.factors.size();
-#pragma omp parallel for num_threads(threads) schedule(static) if (entries > PIECE)
-    for (int64_t first = 0; first < entries; first += PIECE) {
-        const int64_t last = std::min(entries, first + PIECE);
+    const int64_t count = live.factors.size(), share = (entries + threads - 1) / threads;
+    const int64_t piece = std::min(PIECE, std::max<int64_t>(LEAST, share));
+#pragma omp parallel for num_threads(threads) schedule(static) if (count * entries >= ENOUGH)
+    for (int64_t first = 0; first < entries; first += piece) {
+        const int64_t last = std::min(entries, first + piece);
         int64_t u = 0;
         for (; u + TOGETHER <= count; u += TOGETHER)
             add<TOGETHER>(total_D, first, last, live.parts.data() + u, live.factors.data() + u);
