@@ -266,7 +266,7 @@ def test_a_sum_clipped_to_another_norm_is_refused() -> None:
 def test_a_sum_that_is_not_finite_is_refused_by_name(value: float) -> None:
     sums = torch.zeros(1000)
     sums[777] = value
-    with pytest.raises(PrivacyError, match=r"must be finite .* not in bad, worse:"):
+    with pytest.raises(PrivacyError, match=r"must be finite, and is not in bad, worse:"):
         privatize(ClippedSum({"good": torch.zeros(2), "bad": sums, "worse": sums}, 0.37), MECHANISM, KEYS, step=0)
 
 

@@ -161,9 +161,13 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
     gradients: dict[str, Tensor] = {}
     for names in _together({name: each.numel() for name, each in sums.items()}):
         # One set after the other leaves: a large model's sums and means don't lie side by side.
-        some = [sums.pop(name) for name in names]
-        noise = _noise(keys, step, names, sum(each.numel() for each in some))
-        gradients.update(zip(names, _release(some, noise, grid, divisor=mechanism.divisor), strict=True))
+        some = {name: sums.pop(name) for name in names}
+        values = _joined(some)
+        released = _released(values, _noise(keys, step, names, len(values)), grid, divisor=mechanism.divisor)
+        means = torch.split(released, [each.numel() for each in some.values()])
+        gradients.update(
+            {name: mean.view_as(some[name]).to(some[name]) for name, mean in zip(names, means, strict=True)}
+        )
     return PrivateGrad(gradients, step, proof=_MADE_BY_PRIVATIZE)
 
 
@@ -208,38 +212,40 @@ def _require_sound(clipped: ClippedSum, mechanism: Mechanism, step: int) -> None
             f"the sum was clipped to {clipped.clip_norm}, but the noise is for clip_norm {mechanism.clip_norm}: the "
             "epsilon would be false. Clip with the mechanism's own clip_norm."
         )
-    broken = [name for name, sums in clipped.gradients.items() if not _is_finite(sums)]
-    if broken:
+    whole = [name for name, sums in clipped.gradients.items() if not sums.is_floating_point()]
+    if whole:
+        raise PrivacyError(f"the clipped sum must be floating-point numbers, and is not in {', '.join(whole)}.")
+
+
+def _joined(sums: dict[str, Tensor]) -> Tensor:
+    """One row of all these numbers. On the CPU wherever the sums live, so that every device gives equal bits."""
+    flat = [each.cpu().reshape(-1) for each in sums.values()]
+    row = (flat[0] if len(flat) == 1 else torch.cat(flat)).detach().double()  # no kind of float is wider
+    if not _is_finite(row):
+        broken = [name for name, each in sums.items() if not _is_finite(each.double())]
         raise PrivacyError(
-            f"the clipped sum must be finite floating-point numbers, and is not in {', '.join(broken)}: noise would "
-            "not hide it. A unit without a finite gradient must contribute zero."
+            f"the clipped sum must be finite, and is not in {', '.join(broken)}: noise would not hide it. "
+            "A unit without a finite gradient must contribute zero."
         )
+    return row
 
 
-def _is_finite(sums: Tensor) -> bool:
+def _is_finite(values: Tensor) -> bool:
     # What is not finite stays so in any sum, and sums of clipped gradients are far from float64's end.
-    return sums.is_floating_point() and math.isfinite(sums.sum(dtype=torch.float64).item())
+    return math.isfinite(values.sum().item())
 
 
-def _release(sums: list[Tensor], noise: NDArray[np.float64], grid: Grid, *, divisor: float) -> list[Tensor]:
-    """Some parameters' noisy means; they take the noise's place.
-
-    Worked on the CPU wherever ``sums`` live, so that every device gives equal bits.
-    """
-    flat = [each.cpu().reshape(-1) for each in sums]
-    joined = flat[0] if len(flat) == 1 else torch.cat(flat)  # several kinds of floats become the widest of them
-    values: NDArray[np.float64] = joined.detach().double().numpy()
-    noise_steps, mean_per_step = grid.noise_stddev / grid.spacing, grid.spacing / divisor
-    on_grid = kernels.release if kernels.takes(noise) else _on_grid
-    released = on_grid(
-        values,
-        noise,
+def _released(sums: Tensor, normals: NDArray[np.float64], grid: Grid, *, divisor: float) -> Tensor:
+    """The noisy means, in the normals' place."""
+    on_grid = kernels.release if kernels.takes(normals) else _on_grid
+    means = on_grid(
+        sums.numpy(),
+        normals,
         steps_per_sum=1.0 / grid.spacing,  # a power of two: exact
-        steps_per_normal=noise_steps,
-        mean_per_step=mean_per_step,
+        steps_per_normal=grid.noise_stddev / grid.spacing,
+        mean_per_step=grid.spacing / divisor,
     )
-    means = torch.split(torch.as_tensor(released), [each.numel() for each in sums])
-    return [mean.view_as(each).to(each) for mean, each in zip(means, sums, strict=True)]
+    return torch.as_tensor(means)
 
 
 def _on_grid(

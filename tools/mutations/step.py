@@ -8,12 +8,8 @@ NOISE = (
     *mutations(
         "test_privatize",
         "noise.py",
-        ("noise x 0.93", "mean_per_step = grid.noise_stddev / grid", "mean_per_step = 0.93 * grid.noise_stddev / grid"),
-        (
-            "noise / sqrt 2",
-            "mean_per_step = grid.noise_stddev / grid",
-            "mean_per_step = 0.707 * grid.noise_stddev / grid",
-        ),
+        ("noise x 0.93", "steps_per_normal=grid.noise_stddev", "steps_per_normal=0.93 * grid.noise_stddev"),
+        ("noise / sqrt 2", "steps_per_normal=grid.noise_stddev", "steps_per_normal=0.707 * grid.noise_stddev"),
         ("noise without the clip norm", "noise_multiplier * sensitivity)", "noise_multiplier)"),
         (
             "sets of parameters share noise",
@@ -43,7 +39,7 @@ NOISE = (
         ),
         ("the order of parameters changes their noise", "for name in sorted(sizes):", "for name in sizes:"),
         ("a sum clipped to less passes", "if not clipped.clip_norm ==", "if clipped.clip_norm >"),
-        ("a sum that is not finite passes", "    if broken:", "    if False:"),
+        ("a sum that is not finite passes", "    if not _is_finite(row):", "    if False:"),
         ("anything passes as a clipped sum", "if type(clipped) is not ClippedSum:", "if False:"),
         ("a sum is released twice", "sums = clipped.take()", "sums = dict(clipped.gradients)"),
     ),
