@@ -81,6 +81,18 @@ def test_a_gradient_that_hardly_varies_keeps_a_standardised_norm_above_its_lengt
             assert found <= 1
 
 
+@pytest.mark.parametrize("performance", [AUTO, PLAIN])
+@pytest.mark.parametrize("outputs", [3, 11])
+@pytest.mark.parametrize("clip_norm", [2e-8, 3e-9, 1e-3])
+def test_factors_below_the_smallest_float_do_not_stretch_a_gradient(
+    clip_norm: float, outputs: int, performance: Performance
+) -> None:
+    """A gradient of 1e37 clipped to 2e-8 has a factor that float32 would round up by nearly a half."""
+    model = nn.Linear(64, outputs, bias=False)
+    picture, target = torch.full((1, 64), 1e18), torch.full((1, outputs), 1e18)
+    assert contribution(model, picture, target, clip_norm, performance) <= 1
+
+
 @pytest.mark.parametrize("performance", [AUTO, PLAIN], ids=["auto", "plain"])
 def test_numbers_whose_squares_underflow_do_not_escape_the_clip(performance: Performance) -> None:
     torch.manual_seed(0)

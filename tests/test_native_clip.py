@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -96,8 +97,8 @@ def test_factors_are_those_of_the_plain_way(clipping: Clipping, count: int) -> N
     norms_sq = [torch.rand(37, generator=generator, dtype=torch.float64) * 10.0 ** (4 * i - 8) for i in range(count)]
     norms_sq[0][:3] = torch.tensor([0.0, 1e-300, 1e300], dtype=torch.float64)
     real_U = torch.rand(37, generator=generator) < 0.8
-    limits = Limits.of(0.7, rounding=2.0**-23, clipping=clipping)
-    got = clip_factors.clip_factors(norms_sq, real_U, below=limits.below, added=limits.added, most=limits.most)
+    limits = Limits.of(0.7, [torch.finfo(torch.float32)], clipping=clipping)
+    got = clip_factors.clip_factors(norms_sq, real_U, **asdict(limits))
     assert got is not None
     wanted = clip.clip_factors(torch.stack(norms_sq).sum(0), real_U, limits)
     torch.testing.assert_close(got, wanted, rtol=1e-14, atol=0)
@@ -107,26 +108,35 @@ def test_factors_are_those_of_the_plain_way(clipping: Clipping, count: int) -> N
     assert bool((got * norm_U <= 0.7).all())
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def by_kernel(norms_sq: list[Tensor], real_U: Tensor, *, least: float = 0.0) -> Tensor | None:
+    return clip_factors.clip_factors(norms_sq, real_U, below=1.0, added=0.0, most=1.0, least=least)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.1])
 @pytest.mark.parametrize("real", [True, False])
-def test_units_without_a_finite_norm_are_left_to_the_plain_way(bad: float, *, real: bool) -> None:
+def test_units_without_a_norm_are_left_to_the_plain_way(bad: float, *, real: bool) -> None:
     real_U = torch.tensor([True, real, True])
-    found = clip_factors.clip_factors(parts([1.0, 1.0, 4.0], [0.0, bad, 0.0]), real_U, below=1.0, added=0.0, most=1.0)
-    assert found is None
+    assert by_kernel(parts([1.0, 1.0, 4.0], [0.0, bad, 0.0]), real_U) is None
+
+
+def test_a_factor_that_floats_would_round_up_is_zero() -> None:
+    norms_sq, real_U = parts([1e20, 1e74, 1e76, 1e90]), torch.ones(4, dtype=torch.bool)
+    limits = Limits(below=1.0, added=0.0, most=1.0, least=torch.finfo(torch.float32).tiny)
+    found = by_kernel(norms_sq, real_U, least=limits.least)
+    assert found is not None
+    for factor_U in (found, clip.clip_factors(norms_sq[0], real_U, limits)):
+        assert factor_U.tolist() == pytest.approx([1e-10, 1e-37, 0.0, 0.0], abs=0.0)
 
 
 def test_other_norms_are_left_to_the_plain_way() -> None:
     real_U, good = torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.float64)
 
-    def found(norms_sq: list[Tensor], real_U: Tensor) -> Tensor | None:
-        return clip_factors.clip_factors(norms_sq, real_U, below=1.0, added=0.0, most=1.0)
-
-    assert found([good, good], real_U) is not None
+    assert by_kernel([good, good], real_U) is not None
     for wrong in (good.float(), good[:3], torch.ones(8, dtype=torch.float64)[::2], good[None]):
-        assert found([good, wrong], real_U) is None
-    assert found([good], real_U.double()) is None
+        assert by_kernel([good, wrong], real_U) is None
+    assert by_kernel([good], real_U.double()) is None
     with native.switched_off():
-        assert found([good], real_U) is None
+        assert by_kernel([good], real_U) is None
 
 
 @each_style

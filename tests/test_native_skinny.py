@@ -120,12 +120,13 @@ def test_a_unit_with_factor_zero_is_not_looked_at(bad: float) -> None:
     assert torch.equal(total, clean)
 
 
-def test_the_number_of_threads_changes_no_bit_of_a_running_sum() -> None:
-    parts, factor = torch.randn(9, 3 * PIECE + 1), torch.rand(9, dtype=torch.float64)
+@pytest.mark.parametrize(("units", "entries"), [(9, 3 * PIECE + 1), (40, 4099), (2100, 65)])
+def test_the_number_of_threads_changes_no_bit_of_a_running_sum(units: int, entries: int) -> None:
+    parts, factor = torch.randn(units, entries), torch.rand(units, dtype=torch.float64)
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        total = torch.ones(3 * PIECE + 1, dtype=torch.float64)
+        total = torch.ones(entries, dtype=torch.float64)
         accumulate.add_weighted(total, parts, factor)
         found.append(total)
     assert torch.equal(found[0], found[1])

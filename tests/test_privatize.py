@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from dpvision import noise
+from dpvision import native, noise
 from dpvision.checks import ArgumentError, PrivacyError
 from dpvision.flow import ClippedSum
 from dpvision.keys import Keys
@@ -109,6 +109,16 @@ def test_other_parameters_beside_it_change_a_parameters_noise() -> None:
     assert len(torch.cat(drawn).unique()) == 4 * 40
 
 
+def test_other_sizes_under_the_same_names_share_nothing() -> None:
+    """Not even the words of their radii: squares are not correlated either."""
+    one, other = noise_of({"a": 4000, "b": 2000}, 3), noise_of({"a": 8000, "b": 4000}, 5)
+    swapped = noise_of({"a": 2000, "b": 4000}, 3)
+    rows = [np.concatenate([*drawn.values()])[:6000] for drawn in (one, other, swapped)]
+    for power in (1, 2):
+        correlations = np.corrcoef(np.stack(rows) ** power)[np.triu_indices(3, 1)]
+        assert np.abs(correlations).max() < 5.73 / math.sqrt(6000)
+
+
 def noise_of(sizes: dict[str, int], step: int) -> dict[str, Normals]:
     sums = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
     released = privatize(ClippedSum(sums, 0.37), MECHANISM, KEYS, step=step).gradients
@@ -126,11 +136,19 @@ def test_steps_that_share_a_draw_share_no_number_and_can_be_taken_in_any_order()
             assert numbers.tobytes() == expected[step][name].tobytes()
 
 
-def test_neighbouring_numbers_steps_and_parameters_are_not_correlated() -> None:
+def test_steps_that_share_a_draw_are_not_correlated() -> None:
     """Eight steps of one draw against each other: 28 pairs of 30,001 numbers, false alarm 1e-8 each."""
     drawn = np.stack([np.concatenate([*noise_of({"a": 20_000, "b": 10_001}, step).values()]) for step in range(8)])
     correlations = np.corrcoef(drawn)[np.triu_indices(8, 1)]
     assert np.abs(correlations).max() < 5.73 / math.sqrt(30_001)
+
+
+def test_what_was_drawn_ahead_can_not_be_changed() -> None:
+    noise_of({"w": 5}, 0)
+    drawn = noise._drawn_ahead(KEYS, 0, 8, ("w", 5), 40, native.identity())
+    assert noise._drawn_ahead.cache_info().hits == 1
+    with pytest.raises(ValueError, match="read-only"):
+        drawn[0] = 1.0
 
 
 @pytest.mark.parametrize("last", [0, 1, 1000])

@@ -1,4 +1,4 @@
-"""Named random streams, each indexed by step: no two steps share randomness, and resuming replays nothing.
+"""Named random streams, each indexed by step: no two steps share a word, and resuming replays nothing.
 
 A stream's key is HMAC-SHA256(secret, context, stream name, index). The context binds the secret to one run,
 one configuration and one dataset, so that a fork of a run can't repeat its noise.
@@ -58,7 +58,7 @@ class Keys:
         return replace(self, context=hashlib.sha256(_frame(*facts)).hexdigest())
 
     def derive(self, stream: Stream, *index: int | str) -> bytes:
-        """The 256-bit key of one stream at one index, such as ``derive("noise", step, parameter_name)``."""
+        """The 256-bit key of one stream at one index, such as ``derive("sampling", step)``."""
         message = _frame("dpvision/1", self.context, stream, *map(str, index))
         return hmac.new(self.secret, message, hashlib.sha256).digest()
 

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpvision import native
 from dpvision.checks import ArgumentError, PrivacyError
 from dpvision.flow import (
     _MADE_BY_PRIVATIZE,  # pyright: ignore[reportPrivateUsage]
@@ -153,7 +154,8 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
     Guarantee: a Gaussian mechanism of ``noise_multiplier`` for sums that one unit moves by at most ``clip_norm``, up
     to the generator's computational security and the float64 accuracy of single normals. Each (step, parameter) has
     its own noise; the same keys, step and sum give the same bits, on any device and number of threads and in any
-    order of the parameters. Another set of parameters gets other noise.
+    order of the parameters. Other names or sizes drawn together get other noise. A sum that is refused because it is
+    not finite is gone.
     """
     _require_sound(clipped, mechanism, step)
     grid = Grid.of(mechanism, coordinates=sum(each.numel() for each in clipped.gradients.values()))
@@ -162,31 +164,41 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
     for names in _together({name: each.numel() for name, each in sums.items()}):
         # One set after the other leaves: a large model's sums and means don't lie side by side.
         some = {name: sums.pop(name) for name in names}
-        values = _joined(some)
-        released = _released(values, _noise(keys, step, names, len(values)), grid, divisor=mechanism.divisor)
+        values, alone = _joined(some), not sums and not gradients
+        released = _released(values, _noise(keys, step, some, ahead=alone), grid, divisor=mechanism.divisor)
         means = torch.split(released, [each.numel() for each in some.values()])
-        gradients.update(
-            {name: mean.view_as(some[name]).to(some[name]) for name, mean in zip(names, means, strict=True)}
-        )
+        gradients |= {name: mean.view_as(each).to(each) for (name, each), mean in zip(some.items(), means, strict=True)}
     return PrivateGrad(gradients, step, proof=_MADE_BY_PRIVATIZE)
 
 
-def _noise(keys: Keys, step: int, names: tuple[str, ...], count: int) -> NDArray[np.float64]:
-    """The standard normals of one step for these parameters, which have ``count`` numbers: an array of its own.
+def steps_a_draw(numbers: int) -> int:
+    """How many steps of a model with so many trainable numbers get their noise from one draw."""
+    return max(1, min(_AHEAD, _TOGETHER // max(1, numbers)))
 
-    Those of a few steps come from one draw, each its own part of it, where all parameters of a model are few.
+
+def _noise(keys: Keys, step: int, sums: dict[str, Tensor], *, ahead: bool) -> NDArray[np.float64]:
+    """The standard normals of one step for these parameters: an array of its own.
+
+    With ``ahead``, those of a few steps come from one draw, each its own part of it.
     """
-    steps = max(1, min(_AHEAD, _TOGETHER // max(1, count)))
-    if steps == 1:
-        return standard_normals(keys.derive("noise", step, *names), count)
+    count = sum(each.numel() for each in sums.values())
+    sizes = tuple(fact for name, each in sums.items() for fact in (name, each.numel()))
+    steps = steps_a_draw(count) if ahead else 1
     first = step - step % steps
+    if steps == 1:
+        return standard_normals(keys.derive("noise", first, steps, *sizes), count)
     start = (step - first) * count
-    return _drawn_ahead(keys, first, names, steps * count)[start : start + count].copy()
+    return _drawn_ahead(keys, first, steps, sizes, steps * count, native.identity())[start : start + count].copy()
 
 
-@functools.lru_cache(maxsize=1)
-def _drawn_ahead(keys: Keys, first: int, names: tuple[str, ...], count: int) -> NDArray[np.float64]:
-    return standard_normals(keys.derive("noise", first, *names), count)
+@functools.lru_cache(maxsize=4)
+def _drawn_ahead(
+    keys: Keys, first: int, steps: int, sizes: tuple[str | int, ...], count: int, _: str
+) -> NDArray[np.float64]:
+    """One draw, which must stay as it is; the last argument is the code that makes it."""
+    normals = standard_normals(keys.derive("noise", first, steps, *sizes), count)
+    normals.flags.writeable = False
+    return normals
 
 
 def _together(sizes: dict[str, int]) -> Iterator[tuple[str, ...]]:
@@ -222,7 +234,7 @@ def _joined(sums: dict[str, Tensor]) -> Tensor:
     flat = [each.cpu().reshape(-1) for each in sums.values()]
     row = (flat[0] if len(flat) == 1 else torch.cat(flat)).detach().double()  # no kind of float is wider
     if not _is_finite(row):
-        broken = [name for name, each in sums.items() if not _is_finite(each.double())]
+        broken = [name for name, each in sums.items() if not _is_finite(each.cpu().double())]
         raise PrivacyError(
             f"the clipped sum must be finite, and is not in {', '.join(broken)}: noise would not hide it. "
             "A unit without a finite gradient must contribute zero."

@@ -38,6 +38,11 @@ FAST = (
         "test_grads_fast_hazards",
         "grads/clip.py",
         ("no room for rounding", "SLACK: Final = 32", "SLACK: Final = 0"),
+        (
+            "factors below the smallest float are kept",
+            "least = max((kind.tiny for kind in kinds), default=0.0)",
+            "least = 0.0",
+        ),
     ),
     *mutations(
         "test_grads_fast_hazards",

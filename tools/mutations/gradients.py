@@ -9,7 +9,11 @@ GRADIENTS = (
         "test_grads_guarantee",
         "grads/clip.py",
         ("non-finite units are kept", "None if bool(finite_U.all()) else ~finite_U", "None"),
-        ("short gradients are stretched", "added=0.0, most=1.0)", "added=0.0, most=math.inf)"),
+        (
+            "short gradients are stretched",
+            "added=0.0, most=1.0, least=least)",
+            "added=0.0, most=math.inf, least=least)",
+        ),
     ),
     *mutations(
         "test_grads_networks",

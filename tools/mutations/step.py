@@ -13,13 +13,13 @@ NOISE = (
         ("noise without the clip norm", "noise_multiplier * sensitivity)", "noise_multiplier)"),
         (
             "sets of parameters share noise",
-            'standard_normals(keys.derive("noise", step, *names), count)',
-            'standard_normals(keys.derive("noise", step), count)',
+            'return standard_normals(keys.derive("noise", first, steps, *sizes), count)',
+            'return standard_normals(keys.derive("noise", first, steps), count)',
         ),
         (
             "all steps of a large model share noise",
-            'standard_normals(keys.derive("noise", step, *names), count)',
-            'standard_normals(keys.derive("noise", *names), count)',
+            'return standard_normals(keys.derive("noise", first, steps, *sizes), count)',
+            'return standard_normals(keys.derive("noise", steps, *sizes), count)',
         ),
         ("steps of a small model share noise", "    start = (step - first) * count\n", "    start = 0\n"),
         (
@@ -29,9 +29,16 @@ NOISE = (
         ),
         (
             "noise is drawn ahead once for all steps",
-            'standard_normals(keys.derive("noise", first, *names), count)',
-            'standard_normals(keys.derive("noise", 0, *names), count)',
+            'normals = standard_normals(keys.derive("noise", first, steps, *sizes), count)',
+            'normals = standard_normals(keys.derive("noise", 0, steps, *sizes), count)',
         ),
+        (
+            "other parameters of a small model share noise",
+            'normals = standard_normals(keys.derive("noise", first, steps, *sizes), count)',
+            'normals = standard_normals(keys.derive("noise", first, steps), count)',
+        ),
+        ("sizes do not change the noise", "for fact in (name, each.numel()))", "for fact in (name,))"),
+        ("what was drawn can be changed", "    normals.flags.writeable = False\n", ""),
         (
             "a replayed step gets what was left of its noise",
             "[start : start + count].copy()",

@@ -28,7 +28,7 @@ from dpvision.grads.engine import Rows
 from dpvision.keys import Keys
 from dpvision.ledger import Ledger
 from dpvision.mechanism import Mechanism, OrdinaryPlan
-from dpvision.noise import privatize
+from dpvision.noise import privatize, steps_a_draw
 
 PARTS: Final = (
     *("forward", "backward", "norms", "weighted sum", "rest of the sum", "noise", "optimizer", "data", "ledger"),
@@ -51,14 +51,16 @@ _PICTURES, _SIDE, _UNITS_AT_ONCE = 50_000, 32, 256
 def breakdown(workload: Workload, *, kernels: Kernels, repeats: int) -> dict[str, float]:
     """Mean seconds of each part of a private step, in the order of ``PARTS``.
 
-    Means, because a small model's noise is drawn for several steps at once.
+    Means over at least ``repeats`` steps and over whole draws: a small model's noise is drawn for several at once.
     """
     model, batch = workload.make_model(), Rows(*workload.make_rows(), workload.views)
     mechanism, keys, optimizer = mechanism_of(workload), Keys.from_os_entropy(), optimizer_of(model, private=True)
     performance = performance_of(workload, kernels)
     passes: list[dict[str, float]] = []
+    draw_steps = steps_a_draw(sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
+    timed = -(-repeats // draw_steps) * draw_steps
     with _ledger(mechanism) as ledger:
-        for step in range(repeats + 1):
+        for step in range(timed + 1):
             watch = Watch()
             with watch.part("data"):
                 draw(workload, step=step)

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import final
 
 import torch
 
@@ -21,9 +21,6 @@ from dpvision.bench.suites import Item
 from dpvision.bench.timing import Progress, Times, quiet, reason_of, time_contenders
 from dpvision.bench.workload import Workload
 from dpvision.checks import ArgumentError, Problems
-
-_SHORT_SECONDS: Final = 0.1
-_SHORT_STEPS: Final = 16
 
 
 @final
@@ -136,6 +133,5 @@ def _parts(item: Item, settings: Settings, progress: Progress, times: Times) -> 
     if not settings.breakdown or not {NATIVE, PLAIN} & set(times.seconds):
         return {}
     progress(f"{item.workload.title}: breakdown")
-    chosen, kernels = (NATIVE, "native") if NATIVE in times.seconds else (PLAIN, "plain")
-    short = min(times.seconds[chosen]) < _SHORT_SECONDS
-    return breakdown(item.workload, kernels=kernels, repeats=_SHORT_STEPS if short else min(settings.repeats, 3))
+    kernels = "native" if NATIVE in times.seconds else "plain"
+    return breakdown(item.workload, kernels=kernels, repeats=min(settings.repeats, 3))

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Final, final
 
 import torch
@@ -65,8 +65,8 @@ class Clip:
         parts: dict[str, list[Tensor]] = {}
         for parameter, share in shares.items():
             parts.setdefault(self.groups[parameter], []).append(share.norms_sq().double())
-        rounding = max((torch.finfo(parameter.dtype).eps for parameter in shares), default=0.0)
-        limits = Limits.of(self.bound, rounding=rounding, clipping=self.clipping)
+        kinds = [torch.finfo(dtype) for dtype in {parameter.dtype for parameter in shares}]
+        limits = Limits.of(self.bound, kinds, clipping=self.clipping)
         by_group, dead_U = _factors_by_kernel(parts, real_U, limits) or _factors(parts, real_U, limits)
         return {parameter: by_group[self.groups[parameter]] for parameter in shares}, dead_U
 
@@ -74,39 +74,48 @@ class Clip:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """A factor is ``below / (norm + added)``, but at most ``most``."""
+    """A factor is ``below / (norm + added)``, but at most ``most``, and zero if that is less than ``least``."""
 
     below: float
     added: float
     most: float
+    least: float
 
     @staticmethod
-    def of(bound: float, *, rounding: float, clipping: Clipping) -> Limits:
-        """Those for which factor · norm stays below ``bound`` when both are rounded."""
-        below = bound * (1 - SLACK * rounding)
+    def of(bound: float, kinds: Sequence[torch.finfo], *, clipping: Clipping) -> Limits:
+        """Those for which factor · norm stays below ``bound`` when both are rounded to any of these kinds of floats.
+
+        Factors below the smallest normal number are zero: rounding could make them much larger.
+        """
+        below = bound * (1 - SLACK * max((kind.eps for kind in kinds), default=0.0))
+        least = max((kind.tiny for kind in kinds), default=0.0)
         if clipping == "automatic":
-            return Limits(below=below, added=GAMMA, most=math.inf)
-        return Limits(below=below, added=0.0, most=1.0)
+            return Limits(below=below, added=GAMMA, most=math.inf, least=least)
+        return Limits(below=below, added=0.0, most=1.0, least=least)
 
 
 Parts = dict[str, list[Tensor]]
 """Of everything that is clipped together, the units' squared norms, which add up."""
 ByGroup = tuple[dict[str, Tensor], Tensor | None]
-"""Of everything that is clipped together, the units' factors; and the units without a finite norm, if there are any."""
+"""Of everything that is clipped together, the units' factors; and the units that have no norm, if there are any."""
 
 
 def _factors(parts: Parts, real_U: Tensor, limits: Limits) -> ByGroup:
-    norms_sq = {group: torch.stack(some).sum(0) for group, some in parts.items()}
-    finite_U = functools.reduce(torch.logical_and, map(torch.isfinite, norms_sq.values()), real_U.new_ones(()))
+    norms_sq = {group: functools.reduce(torch.add, some) for group, some in parts.items()}
+    finite_U = functools.reduce(torch.logical_and, map(_is_norm, norms_sq.values()), real_U.new_ones(()))
     by_group = {group: clip_factors(some_U, finite_U & real_U, limits) for group, some_U in norms_sq.items()}
     return by_group, None if bool(finite_U.all()) else ~finite_U
 
 
+def _is_norm(norms_sq_U: Tensor) -> Tensor:
+    return norms_sq_U.isfinite() & (norms_sq_U >= 0)
+
+
 def _factors_by_kernel(parts: Parts, real_U: Tensor, limits: Limits) -> ByGroup | None:
-    """The same by a kernel, if there is one: only for units all of whose norms are finite."""
+    """The same by a kernel, if there is one and every unit has a norm."""
     by_group: dict[str, Tensor] = {}
     for group, some in parts.items():
-        factor_U = kernel.clip_factors(some, real_U, below=limits.below, added=limits.added, most=limits.most)
+        factor_U = kernel.clip_factors(some, real_U, **asdict(limits))
         if factor_U is None:
             return None
         by_group[group] = factor_U
@@ -119,4 +128,4 @@ def clip_factors(norms_sq_U: Tensor, counted_U: Tensor, limits: Limits) -> Tenso
     Guarantee: factor · norm ≤ bound; exactly zero for units that don't count, whatever their norm is.
     """
     factor_U = (limits.below / (norms_sq_U.sqrt() + limits.added)).clamp(max=limits.most)
-    return torch.where(counted_U, factor_U, 0.0)
+    return torch.where(counted_U & (factor_U >= limits.least), factor_U, 0.0)

@@ -64,13 +64,16 @@ class Kept(Share):
 
     def __init__(self, gradient: Tensor) -> None:
         self._gradient = gradient
+        self._norms_sq_U: Tensor | None = None
 
     @property
     def held_bytes(self) -> int:
         return self._gradient.nbytes
 
     def norms_sq(self) -> Tensor:
-        return sum_of_squares(self._gradient)
+        if self._norms_sq_U is None:
+            self._norms_sq_U = sum_of_squares(self._gradient)
+        return self._norms_sq_U
 
     def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
         gradient_UD = self._gradient.reshape(self._gradient.shape[0], -1)
@@ -115,10 +118,9 @@ def added(shares: list[Share]) -> Share:
 def sum_of_squares(x: Tensor) -> Tensor:
     """Sum of squares of each entry of the first dimension, in float64, correct to a relative 3e-6.
 
-    Squares that underflow are covered by adding the smallest number for each of them.
-
     Without a kernel, short runs are added up in the tensor's own precision, the runs in float64: as exact as all in
-    float64 for this purpose, and thirty times as fast.
+    float64 for this purpose, and thirty times as fast. Squares that underflow are covered by adding the smallest number
+    for each of them.
     """
     exact_U = squares.unit_squares(x)
     if exact_U is not None:

@@ -27,7 +27,7 @@ def takes(a_NI: Tensor, g_NO: Tensor) -> bool:
 
 
 def forward(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``x wᵀ + bias``, and each row's ‖x‖² in float64, to a relative 1e-6."""
+    """``x wᵀ + bias``, and each row's ‖x‖², in float64 throughout."""
     run = _forward if without_dispatch(x_NI) else _forward_operator
     return run(x_NI, weight_OI, bias_O)
 

@@ -18,7 +18,6 @@ from dpvision.grads.shares import (
     gram_norms_sq,
     scale_by_unit,
     sum_of_squares,
-    underflow,
     without_dead,
 )
 from dpvision.native import skinny
@@ -29,12 +28,18 @@ _RUN: Final = 512
 
 @final
 class OuterProducts(Share):
-    """The weight gradient ``Σ_t g_t a_tᵀ`` of each unit, kept as its factors."""
+    """The weight gradient ``Σ_t g_t a_tᵀ`` of each unit, kept as its factors.
 
-    def __init__(self, a_UTI: Tensor, g_UTO: Tensor, squares_N: Tensor | None = None) -> None:
+    ``squares_N`` is ‖a‖² of the rows, if known, and ``g_UO`` is g where a unit has one position.
+    """
+
+    def __init__(
+        self, a_UTI: Tensor, g_UTO: Tensor, *, squares_N: Tensor | None = None, g_UO: Kept | None = None
+    ) -> None:
         self._a_UTI = a_UTI
         self._g_UTO = g_UTO
         self._squares_N = squares_N
+        self._g_UO = g_UO
         self._formed: Tensor | None = None
 
     @property
@@ -42,8 +47,9 @@ class OuterProducts(Share):
         return 0 if self._formed is None else self._formed.nbytes
 
     def norms_sq(self) -> Tensor:
-        if self._squares_N is not None and self._a_UTI.shape[1] == 1:
-            return (self._squares_N + underflow(self._a_UTI[:, 0])) * sum_of_squares(self._g_UTO)
+        if self._g_UO is not None:
+            squares_U = sum_of_squares(self._a_UTI) if self._squares_N is None else self._squares_N
+            return squares_U * self._g_UO.norms_sq()
         entries = self._a_UTI.shape[2] * self._g_UTO.shape[2]
         if ghost_pays(positions=self._a_UTI.shape[1], entries=entries):
             return gram_norms_sq(self._a_UTI, self._g_UTO)
@@ -77,10 +83,11 @@ def linear(call: LayerCall, squares_N: Tensor | None = None) -> dict[str, Share]
     a_UTI = call.x.reshape(call.units, -1, call.x.shape[-1])
     g_UTO = call.dy.reshape(call.units, -1, call.dy.shape[-1])
     shares: dict[str, Share] = {}
+    g_UO = Kept(g_UTO[:, 0]) if g_UTO.shape[1] == 1 else None
     if "weight" in call.wanted:
-        shares["weight"] = OuterProducts(a_UTI, g_UTO, squares_N)
+        shares["weight"] = OuterProducts(a_UTI, g_UTO, squares_N=squares_N, g_UO=g_UO)
     if "bias" in call.wanted:
-        shares["bias"] = Kept(g_UTO[:, 0] if g_UTO.shape[1] == 1 else g_UTO.sum(1))
+        shares["bias"] = g_UO or Kept(g_UTO.sum(1))
     return shares
 
 

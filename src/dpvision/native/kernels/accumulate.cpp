@@ -5,10 +5,10 @@
 
 namespace {
 
-constexpr int64_t PIECE = 16384;   // entries whose running sums stay in the second cache; long enough for prefetching
+constexpr int64_t PIECE = 16384;     // entries whose running sums stay in the second cache; long enough for prefetching
 constexpr int64_t ENOUGH = 1 << 17;  // products; below this, waking another thread takes longer than the work
-constexpr int64_t LEAST = 64;     // entries of a thread's share: eight cache lines of sums
-constexpr int TOGETHER = 8;       // units that are added while an entry is in a register
+constexpr int64_t LEAST = 64;        // entries of a thread's share: eight cache lines of sums
+constexpr int TOGETHER = 8;          // units that are added while an entry is in a register
 
 // The units whose factor is not zero: whatever the others hold is not looked at.
 struct Live {

@@ -1,19 +1,24 @@
 // The factors that clip units, from the squared norms of their gradient's parts: see grads/clip.py for what they must be.
+#include <algorithm>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 
-// Each unit's squared norm is the sum of `parts`. Returns how many units have one that is not finite; the factors are
-// good for nothing then. `added` is what goes onto a norm before it divides; without a `most`, give infinity.
+// Each unit's squared norm is the sum of `parts`. Returns how many units have one that is negative or not finite; the
+// factors are good for nothing then. `added` goes onto a norm before it divides; without a `most`, give infinity.
 extern "C" int64_t dpvision_clip_factors(int64_t units, int64_t parts, const double* const* norms_sq_PU,
-                                         const bool* real_U, double below, double added, double most,
-                                         double* factor_U) {
-    int64_t broken = 0;
+                                         const uint8_t* real_U, double below, double added, double most,
+                                         double least, double* factor_U) {
+    std::fill_n(factor_U, units, 0.0);
+    for (int64_t p = 0; p < parts; p++)
+        for (int64_t u = 0; u < units; u++) factor_U[u] += norms_sq_PU[p][u];
+    int64_t finite = 0;
+    // Without branches, so that several square roots and divisions are made at once.
     for (int64_t u = 0; u < units; u++) {
-        double norm_sq = 0;
-        for (int64_t p = 0; p < parts; p++) norm_sq += norms_sq_PU[p][u];
-        broken += !std::isfinite(norm_sq);
-        const double factor = below / (std::sqrt(norm_sq) + added);
-        factor_U[u] = !real_U[u] ? 0.0 : factor < most ? factor : most;
+        finite += (factor_U[u] >= 0) & (factor_U[u] <= DBL_MAX);
+        const double factor = below / (std::sqrt(factor_U[u]) + added);
+        const double bounded = factor < most ? factor : most;
+        factor_U[u] = real_U[u] & (bounded >= least) ? bounded : 0.0;
     }
-    return broken;
+    return units - finite;
 }

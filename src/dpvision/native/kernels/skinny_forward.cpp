@@ -1,10 +1,11 @@
 // A linear layer with few outputs, y = x wᵀ + bias, and each row's ‖x‖² from the same look at x.
 //
 // Reading x is what takes the time, so it is read once: two rows and five outputs at a time, the columns in chunks that
-// stay in the first cache for all outputs. Sums of squares are float32 within a chunk of a lane, and float64 beyond.
+// stay in the first cache for all outputs.
 #include <algorithm>
 
 #include "channels.h"
+#include "squares.h"
 
 namespace {
 
@@ -42,19 +43,6 @@ void add_products(const Layer& layer, const float* x, const float* w, int64_t co
     if (c < count) add(c, int(count - c));
     for (int r = 0; r < ROWS; r++)
         for (int o = 0; o < OUT; o++) y[r * layer.outputs + o] += sum_of(sums[r][o]);
-}
-
-double squares_of(const float* x, int64_t count) {
-    v8 sums = {};
-    int64_t c = 0;
-    for (; c + LANES <= count; c += LANES) {
-        const v8 v = load(x + c);
-        sums += v * v;
-    }
-    double total = 0;
-    for (; c < count; c++) total += double(x[c]) * x[c];
-    for (int lane = 0; lane < LANES; lane++) total += double(sums[lane]);
-    return total;
 }
 
 template <int ROWS>
