@@ -28,7 +28,7 @@ CLIPPING = (
         ),
         ("rounding may pass the clip norm", "bound * (1 - SLACK * max(", "bound * (1 + SLACK * max("),
         ("clipped by the squared norm", "norms_sq_U.sqrt() + limits", "norms_sq_U + limits"),
-        ("the bound is not that of the style", "**asdict(limits))", "**asdict(limits) | {'below': 1.0})"),
+        ("the bound is not that of the style", "below=limits.below,", "below=1.0,"),
         ("units without a finite norm are clipped as usual", "        if factor_U is None:", "        if False:"),
     ),
     *mutations(

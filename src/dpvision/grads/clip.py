@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final, final
 
 import torch
@@ -115,7 +115,9 @@ def _factors_by_kernel(parts: Parts, real_U: Tensor, limits: Limits) -> ByGroup 
     """The same by a kernel, if there is one and every unit has a norm."""
     by_group: dict[str, Tensor] = {}
     for group, some in parts.items():
-        factor_U = kernel.clip_factors(some, real_U, **asdict(limits))
+        factor_U = kernel.clip_factors(
+            some, real_U, below=limits.below, added=limits.added, most=limits.most, least=limits.least
+        )
         if factor_U is None:
             return None
         by_group[group] = factor_U
