@@ -36,11 +36,9 @@ def reproduce(
             _list(table, json=json)
             return
         from dpvision.cli.progress import TerminalProgress
-        from dpvision.native.memory import keep_freed_memory
         from dpvision.reproduce import Job, find_table
         from dpvision.reproduce import reproduce as run_table
 
-        keep_freed_memory()
         folder = output or Path("reproduce") / (table if scale == "paper" else f"{table}-{scale}")
         patterns = tuple(part.strip() for part in (rows or "").split(",") if part.strip())
         job = Job(table=find_table(table), folder=folder, scale=scale, repeats=repeats, rows=patterns, device=device)

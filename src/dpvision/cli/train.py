@@ -163,10 +163,8 @@ def train(
     }
     with user_errors():
         from dpvision.cli.settings import build_config, parse_options, settle
-        from dpvision.native.memory import keep_freed_memory
         from dpvision.training import train as train_run
 
-        keep_freed_memory()
         options = parse_options(option)
         base = build_config(recipe=recipe, scale=scale, file=config, given=given, model=model, options=options)
         run_config, folder = settle(base, recipe=recipe, output=output, quick=quick)
@@ -189,10 +187,8 @@ def resume(
     Example: dpvision resume runs/demo-1
     """
     with user_errors():
-        from dpvision.native.memory import keep_freed_memory
         from dpvision.training import resume as resume_run
 
-        keep_freed_memory()
         _finish(resume_run(run, allow_fork=fork, device=device, watcher=_watcher()), json=json)
 
 

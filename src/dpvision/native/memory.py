@@ -16,7 +16,7 @@ _LARGEST_KEPT_BLOCK: Final = 1 << 25  # what glibc allows at most
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep half a gibibyte of freed memory. For programs, not for libraries: it is theirs to decide.
+    """Let this process keep half a gibibyte of freed memory: for whoever goes on to take steps.
 
     Returns whether the C library knows the setting: glibc does.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpvision.config import RunConfig, required
+from dpvision.native.memory import keep_freed_memory
 from dpvision.training.interrupt import stop_on_signals
 from dpvision.training.loop import measure, run_steps
 from dpvision.training.release import RunResult, write_release
@@ -27,6 +28,7 @@ def train(
     """Train as ``config`` says and leave the run in the folder ``run``.
 
     ``seed`` replaces the operating system's entropy: repeatable, and stamped as not for release.
+    From here on the process keeps up to half a gibibyte of freed memory, which makes steps of small models faster.
 
     Guarantee: the released weights are (epsilon, delta)-private for the unit and adjacency named in the certificate,
     under the assumptions of docs/guarantee.md.
@@ -60,6 +62,7 @@ def resume(
 
 
 def _go_on(session: Session, watcher: Watcher) -> RunResult:
+    keep_freed_memory()
     with stop_on_signals() as stop:
         try:
             outcome = run_steps(session, watcher, stop)
