@@ -204,7 +204,7 @@ def test_no_single_unit_is_ever_longer_than_clip_norm(
 def test_a_factor_times_its_norm_never_passes_the_bound(clipping: Clipping, norms: list[float], bound: float) -> None:
     norm_U = torch.tensor(norms, dtype=torch.float64)
     counted_U = torch.ones(len(norms), dtype=torch.bool)
-    limits = Limits.of(bound, [torch.finfo(torch.float32)], clipping=clipping)
+    limits = Limits.of(bound, frozenset({torch.float32}), clipping=clipping)
     factor_U = clip_factors(norm_U.square(), counted_U, limits)
     assert bool((factor_U * norm_U <= bound * (1 - 2e-6)).logical_or(factor_U == 1).all())
     assert bool((factor_U * norm_U <= bound).all())

@@ -97,7 +97,7 @@ def test_factors_are_those_of_the_plain_way(clipping: Clipping, count: int) -> N
     norms_sq = [torch.rand(37, generator=generator, dtype=torch.float64) * 10.0 ** (4 * i - 8) for i in range(count)]
     norms_sq[0][:3] = torch.tensor([0.0, 1e-300, 1e300], dtype=torch.float64)
     real_U = torch.rand(37, generator=generator) < 0.8
-    limits = Limits.of(0.7, [torch.finfo(torch.float32)], clipping=clipping)
+    limits = Limits.of(0.7, frozenset({torch.float32}), clipping=clipping)
     got = clip_factors.clip_factors(norms_sq, real_U, **asdict(limits))
     assert got is not None
     wanted = clip.clip_factors(torch.stack(norms_sq).sum(0), real_U, limits)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dpvision import noise
 from dpvision.checks import ArgumentError
@@ -113,9 +115,8 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         draws = noise.standard_normals(KEY, 4 * STRETCH + 3)
-        sums = np.linspace(-3, 3, draws.size)
-        released = kernels.release(sums, draws.copy(), steps_per_sum=64.0, steps_per_normal=99.7, mean_per_step=0.1)
-        found.append((draws.tobytes(), released.tobytes()))
+        sums = torch.linspace(-3, 3, draws.size, dtype=torch.float64)
+        found.append((draws.tobytes(), released([sums], draws.copy(), per_normal=99.7)))
     assert found[0] == found[1] == found[2]
 
 
@@ -140,13 +141,51 @@ def test_tails_get_the_radius_that_they_are_given_and_nobody_else_does() -> None
 # ---- the release
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 1000, 40_001])
-def test_the_release_is_numpys_bit_by_bit(count: int) -> None:
-    sums = noise.standard_normals(KEYS.derive("noise", 1, "w"), count) * np.logspace(-12, 6, count)
-    draws = noise.standard_normals(KEY, count)
+def released(rows: list[Tensor], normals: NDArray[np.float64], *, per_normal: float = 2.0**30) -> bytes:
+    """The bytes of a release that must not be refused."""
+    means = kernels.release(rows, normals, steps_per_sum=64.0, steps_per_normal=per_normal, mean_per_step=0.1)
+    assert means is not None
+    return means.tobytes()
+
+
+@pytest.mark.parametrize("cuts", [[0], [1], [7], [1000], [40_001], [0, 3, 0, 5], [1, 40_000, 17_000, 1]])
+def test_the_release_is_numpys_bit_by_bit(cuts: list[int]) -> None:
+    count = sum(cuts)
+    values = noise.standard_normals(KEYS.derive("noise", 1, "w"), count) * np.logspace(-12, 6, count)
+    rows, draws = list(torch.from_numpy(values).split(cuts)), noise.standard_normals(KEY, count)
     scales = {"steps_per_sum": 2.0**31, "steps_per_normal": 1.7 * 2.0**30, "mean_per_step": 2.0**-31 / 255.6}
-    wanted = noise._on_grid(sums, draws.copy(), **scales)
-    assert kernels.release(sums, draws, **scales).tobytes() == wanted.tobytes()
+    wanted, found = noise._on_grid(rows, draws.copy(), **scales), kernels.release(rows, draws.copy(), **scales)
+    assert wanted is not None
+    assert found is not None
+    assert found.tobytes() == wanted.tobytes()
+
+
+def test_a_release_takes_the_normals_place_unless_that_is_kept() -> None:
+    rows, draws = [torch.arange(40_000, dtype=torch.float64)], noise.standard_normals(KEY, 40_000)
+    kept = draws.copy()
+    kept.flags.writeable = False
+    assert released(rows, kept) == released(rows, draws) == draws.tobytes()
+    assert kept.tobytes() == noise.standard_normals(KEY, 40_000).tobytes()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 6, 7, 40_006])
+def test_a_sum_that_is_not_finite_is_not_released(value: float, place: int) -> None:
+    sums = torch.zeros(40_007, dtype=torch.float64)
+    sums[place] = value
+    for on_grid in (kernels.release, noise._on_grid):
+        found = on_grid(
+            list(sums.split([7, 40_000])), np.zeros(40_007), steps_per_sum=1.0, steps_per_normal=1.0, mean_per_step=1.0
+        )
+        assert found is None
+    assert released([torch.full((3,), 1.7e308, dtype=torch.float64)], np.zeros(3))  # finite, if barely
+
+
+def test_sums_of_any_kind_become_rows_of_float64() -> None:
+    sums = [torch.ones(2, 3), torch.ones(3, 2, dtype=torch.float64).mT, torch.ones(4, dtype=torch.bfloat16)]
+    rows = kernels.rows_of(sums)
+    assert all(row.dtype == torch.float64 and row.is_contiguous() for row in rows)
+    assert [row.shape for row in rows] == [each.shape for each in sums]
 
 
 # ---- in use
@@ -176,13 +215,15 @@ def test_other_arrays_are_refused() -> None:
         assert not kernels.takes(wrong)
         with pytest.raises(ArgumentError, match="words must be"):
             kernels.from_words(wrong, *NO_TAILS)
-        with pytest.raises(ArgumentError, match="sums and normals must be"):
-            kernels.release(np.zeros(8), wrong, **scales)
+        if wrong is not frozen:
+            with pytest.raises(ArgumentError, match="rows and normals must be"):
+                kernels.release([torch.zeros(8, dtype=torch.float64)], wrong, **scales)
     wrong_tails: list[Any] = [(np.zeros(1, dtype=np.int64), np.zeros(2)), (np.zeros(1, dtype=np.int32), np.zeros(1))]
     for tails in wrong_tails:
         with pytest.raises(ArgumentError, match="words must be"):
             kernels.from_words(words, *tails)
     with pytest.raises(ArgumentError, match="an even number"):
         kernels.from_words(words[:7], *NO_TAILS)
-    with pytest.raises(ArgumentError, match="sums and normals must be"):
-        kernels.release(np.zeros(7), np.zeros(8), **scales)
+    for rows in ([torch.zeros(7, dtype=torch.float64)], [torch.zeros(8)], [torch.zeros(16, dtype=torch.float64)[::2]]):
+        with pytest.raises(ArgumentError, match="rows and normals must be"):
+            kernels.release(rows, np.zeros(8), **scales)

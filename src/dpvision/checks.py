@@ -44,22 +44,26 @@ class Problems:
 
     def positive(self, name: str, value: float) -> None:
         """Require a finite number above zero."""
-        self.require(_is_finite(value) and value > 0, f"{name} must be a finite number > 0, got {brief(value)}.")
+        self._demand(_is_finite(value) and value > 0, name, "be a finite number > 0", value)
 
     def not_negative(self, name: str, value: float) -> None:
         """Require a finite number, zero or above."""
-        self.require(_is_finite(value) and value >= 0, f"{name} must be a finite number >= 0, got {brief(value)}.")
+        self._demand(_is_finite(value) and value >= 0, name, "be a finite number >= 0", value)
 
     def count(self, name: str, value: int, *, least: int = 1) -> None:
         """Require a whole number of at least ``least``, and small enough to be exact wherever it is used."""
         whole = type(value) is int
-        self.require(whole and value >= least, f"{name} must be a whole number >= {least}, got {brief(value)}.")
-        self.require(not whole or value <= LARGEST_COUNT, f"{name} must be <= {LARGEST_COUNT}, got {brief(value)}.")
+        self._demand(whole and value >= least, name, f"be a whole number >= {least}", value)
+        self._demand(not whole or value <= LARGEST_COUNT, name, f"be <= {LARGEST_COUNT}", value)
 
     def probability(self, name: str, value: float) -> None:
         """Require a number strictly between 0 and 1."""
-        lies = _is_finite(value) and 0 < value < 1
-        self.require(lies, f"{name} must lie strictly between 0 and 1, got {brief(value)}.")
+        self._demand(_is_finite(value) and 0 < value < 1, name, "lie strictly between 0 and 1", value)
+
+    def _demand(self, holds: bool, name: str, rule: str, value: object) -> None:
+        # The words are put together for a broken rule only: rules are checked in every step.
+        if not holds:
+            self._messages.append(f"{name} must {rule}, got {brief(value)}.")
 
     def raise_if_any(self) -> None:
         """Raise one ``ArgumentError`` that names all problems."""

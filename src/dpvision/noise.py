@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -123,6 +124,7 @@ class Grid:
     noise_stddev: float
 
     @staticmethod
+    @functools.lru_cache(maxsize=16)
     def of(mechanism: Mechanism, *, coordinates: int) -> Grid:
         """The grid for a sum of ``coordinates`` numbers.
 
@@ -164,10 +166,8 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
     for names in _together({name: each.numel() for name, each in sums.items()}):
         # One set after the other leaves: a large model's sums and means don't lie side by side.
         some = {name: sums.pop(name) for name in names}
-        values, alone = _joined(some), not sums and not gradients
-        released = _released(values, _noise(keys, step, some, ahead=alone), grid, divisor=mechanism.divisor)
-        means = torch.split(released, [each.numel() for each in some.values()])
-        gradients |= {name: mean.view_as(each).to(each) for (name, each), mean in zip(some.items(), means, strict=True)}
+        normals = _noise(keys, step, some, ahead=not sums and not gradients)
+        gradients |= _released(some, normals, grid, divisor=mechanism.divisor)
     return PrivateGrad(gradients, step, proof=_MADE_BY_PRIVATIZE)
 
 
@@ -177,9 +177,9 @@ def steps_a_draw(numbers: int) -> int:
 
 
 def _noise(keys: Keys, step: int, sums: dict[str, Tensor], *, ahead: bool) -> NDArray[np.float64]:
-    """The standard normals of one step for these parameters: an array of its own.
+    """The standard normals of one step for these parameters.
 
-    With ``ahead``, those of a few steps come from one draw, each its own part of it.
+    With ``ahead``, those of a few steps come from one draw, each its own part of it, which can't be written to.
     """
     count = sum(each.numel() for each in sums.values())
     sizes = tuple(fact for name, each in sums.items() for fact in (name, each.numel()))
@@ -188,7 +188,7 @@ def _noise(keys: Keys, step: int, sums: dict[str, Tensor], *, ahead: bool) -> ND
     if steps == 1:
         return standard_normals(keys.derive("noise", first, steps, *sizes), count)
     start = (step - first) * count
-    return _drawn_ahead(keys, first, steps, sizes, steps * count, native.identity())[start : start + count].copy()
+    return _drawn_ahead(keys, first, steps, sizes, steps * count, native.identity())[start : start + count]
 
 
 @functools.lru_cache(maxsize=4)
@@ -229,52 +229,57 @@ def _require_sound(clipped: ClippedSum, mechanism: Mechanism, step: int) -> None
         raise PrivacyError(f"the clipped sum must be floating-point numbers, and is not in {', '.join(whole)}.")
 
 
-def _joined(sums: dict[str, Tensor]) -> Tensor:
-    """One row of all these numbers. On the CPU wherever the sums live, so that every device gives equal bits."""
-    flat = [each.cpu().reshape(-1) for each in sums.values()]
-    row = (flat[0] if len(flat) == 1 else torch.cat(flat)).detach().double()  # no kind of float is wider
-    if not _is_finite(row):
-        broken = [name for name, each in sums.items() if not _is_finite(each.cpu().double())]
-        raise PrivacyError(
-            f"the clipped sum must be finite, and is not in {', '.join(broken)}: noise would not hide it. "
-            "A unit without a finite gradient must contribute zero."
-        )
-    return row
-
-
-def _is_finite(values: Tensor) -> bool:
-    # What is not finite stays so in any sum, and sums of clipped gradients are far from float64's end.
-    return math.isfinite(values.sum().item())
-
-
-def _released(sums: Tensor, normals: NDArray[np.float64], grid: Grid, *, divisor: float) -> Tensor:
-    """The noisy means, in the normals' place."""
-    on_grid = kernels.release if kernels.takes(normals) else _on_grid
+def _released(
+    sums: dict[str, Tensor], normals: NDArray[np.float64], grid: Grid, *, divisor: float
+) -> dict[str, Tensor]:
+    """The noisy means, in the normals' place if that may be written to."""
+    rows = kernels.rows_of(sums.values())
+    on_grid = kernels.release if native.available() else _on_grid
     means = on_grid(
-        sums.numpy(),
+        rows,
         normals,
         steps_per_sum=1.0 / grid.spacing,  # a power of two: exact
         steps_per_normal=grid.noise_stddev / grid.spacing,
         mean_per_step=grid.spacing / divisor,
     )
-    return torch.as_tensor(means)
+    if means is None:
+        broken = [name for name, row in zip(sums, rows, strict=True) if not row.isfinite().all()]
+        raise PrivacyError(
+            f"the clipped sum must be finite, and is not in {', '.join(broken)}: noise would not hide it. "
+            "A unit without a finite gradient must contribute zero."
+        )
+    ends = itertools.accumulate(row.numel() for row in rows)
+    return {
+        name: _like(each, means[end - each.numel() : end]) for (name, each), end in zip(sums.items(), ends, strict=True)
+    }
+
+
+def _like(sums: Tensor, means: NDArray[np.float64]) -> Tensor:
+    """The means in the shape of their sums, of the same kind and on the same device."""
+    shaped = torch.from_numpy(means.reshape(sums.shape))
+    return shaped if (sums.dtype, sums.device) == (shaped.dtype, shaped.device) else shaped.to(sums)
 
 
 def _on_grid(
-    sums: NDArray[np.float64],
+    rows: list[Tensor],
     normals: NDArray[np.float64],
     *,
     steps_per_sum: float,
     steps_per_normal: float,
     mean_per_step: float,
-) -> NDArray[np.float64]:
-    """Both rounded to whole numbers of grid steps, added, and scaled, in the normals' place."""
-    for start in range(0, normals.size, _PAIRS):
-        piece = sums[start : start + _PAIRS] * steps_per_sum
+) -> NDArray[np.float64] | None:
+    """Both rounded to whole numbers of grid steps, added, and scaled; None if a sum is not finite."""
+    sums = rows[0].view(-1) if len(rows) == 1 else torch.cat([row.view(-1) for row in rows])
+    # What is not finite stays so in any sum, and sums of clipped gradients are far from float64's end.
+    if not math.isfinite(sums.sum().item()):
+        return None
+    means = normals if normals.flags.writeable else normals.copy()
+    for start in range(0, means.size, _PAIRS):
+        piece = sums.numpy()[start : start + _PAIRS] * steps_per_sum
         np.rint(piece, out=piece)
-        released = normals[start : start + _PAIRS]
+        released = means[start : start + _PAIRS]
         released *= steps_per_normal
         np.rint(released, out=released)
         released += piece
         released *= mean_per_step
-    return normals
+    return means

@@ -30,11 +30,22 @@ NATIVE = (
         "native/kernels/normals.cpp",
         ("native normals lose their tails", "tails.overwrite(radii, first, last);", ""),
         ("native normals are one percent too small", "* -2.0)", "* -1.98)"),
-        ("the sum is not rounded to the grid", "std::rint(sums[i] * steps_per_sum)", "(sums[i] * steps_per_sum)"),
+        ("the sum is not rounded to the grid", "std::rint(part[i] * steps_per_sum)", "(part[i] * steps_per_sum)"),
         (
             "the noise is not rounded to the grid",
             "std::rint(normals[i] * steps_per_normal)",
             "(normals[i] * steps_per_normal)",
+        ),
+        ("an infinite sum is released", "!(std::fabs(part[i]) <= DBL_MAX)", "part[i] != part[i]"),
+        ("every parameter gets the first one's noise", "        normals += count;\n", ""),
+    ),
+    *mutations(
+        "test_native_normals",
+        "native/normals.py",
+        (
+            "a replayed step gets what was left of its noise",
+            "means = normals if normals.flags.writeable else np.empty_like(normals)",
+            "means = normals",
         ),
     ),
     *mutations(

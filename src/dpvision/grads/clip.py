@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -65,8 +65,7 @@ class Clip:
         parts: dict[str, list[Tensor]] = {}
         for parameter, share in shares.items():
             parts.setdefault(self.groups[parameter], []).append(share.norms_sq().double())
-        kinds = [torch.finfo(dtype) for dtype in {parameter.dtype for parameter in shares}]
-        limits = Limits.of(self.bound, kinds, clipping=self.clipping)
+        limits = Limits.of(self.bound, frozenset(parameter.dtype for parameter in shares), clipping=self.clipping)
         by_group, dead_U = _factors_by_kernel(parts, real_U, limits) or _factors(parts, real_U, limits)
         return {parameter: by_group[self.groups[parameter]] for parameter in shares}, dead_U
 
@@ -82,11 +81,13 @@ class Limits:
     least: float
 
     @staticmethod
-    def of(bound: float, kinds: Sequence[torch.finfo], *, clipping: Clipping) -> Limits:
+    @functools.lru_cache(maxsize=16)
+    def of(bound: float, dtypes: frozenset[torch.dtype], *, clipping: Clipping) -> Limits:
         """Those for which factor · norm stays below ``bound`` when both are rounded to any of these kinds of floats.
 
         Factors below the smallest normal number are zero: rounding could make them much larger.
         """
+        kinds = [torch.finfo(dtype) for dtype in dtypes]
         below = bound * (1 - SLACK * max((kind.eps for kind in kinds), default=0.0))
         least = max((kind.tiny for kind in kinds), default=0.0)
         if clipping == "automatic":

@@ -1,6 +1,7 @@
 """Standard normals in float64 by Box–Muller, and their release on a grid: see ``noise.py`` for what they must be.
 
-Arrays are 64 bits wide and changed in place, so that a step's noise takes no more memory than its random words did.
+Arrays are 64 bits wide and changed in place where they may be, so that a large model's noise takes no more memory than its
+random words did.
 Every entry is computed by itself: no result depends on the number of threads.
 """
 
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dpvision.checks import ArgumentError
 from dpvision.native.build import build, loaded
@@ -39,38 +41,67 @@ def from_words(
             "Use `takes` first."
         )
     pairs = words.size // 2
-    kernel = _kernel("dpvision_normals", *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3)
-    kernel(pairs, tails.size, words.ctypes.data, tails.ctypes.data, tail_radii.ctypes.data, torch.get_num_threads())
+    kernel = _normals_kernel()
+    kernel(pairs, tails.size, *map(_address, (words, tails, tail_radii)), torch.get_num_threads())
     return words.view(np.float64)
 
 
+def rows_of(sums: Iterable[Tensor]) -> list[Tensor]:
+    """The sums as ``release`` takes them: contiguous float64, of which no kind of float is wider.
+
+    On the CPU wherever they live, so that every device gives equal bits.
+    """
+    return [each if _is_row(each) else each.detach().cpu().double().contiguous() for each in sums]
+
+
+def _is_row(sums: Tensor) -> bool:
+    return sums.dtype == torch.float64 and sums.is_contiguous() and sums.device.type == "cpu"
+
+
 def release(
-    sums: NDArray[np.float64],
+    rows: list[Tensor],
     normals: NDArray[np.float64],
     *,
     steps_per_sum: float,
     steps_per_normal: float,
     mean_per_step: float,
-) -> NDArray[np.float64]:
-    """``(round(sum · steps_per_sum) + round(normal · steps_per_normal)) · mean_per_step`` in the normals' place."""
-    if not takes(normals) or normals.dtype != np.float64 or not _fits(sums, np.float64) or sums.size != normals.size:
+) -> NDArray[np.float64] | None:
+    """``(round(sum · steps_per_sum) + round(normal · steps_per_normal)) · mean_per_step`` for the rows' sums in turn.
+
+    In the normals' place if that may be written to, else in a new one. None if a sum is not finite.
+    """
+    counts = [row.numel() for row in rows]
+    if not all(map(_is_row, rows)) or not _fits(normals, np.float64) or sum(counts) != normals.size:
         raise ArgumentError(
-            "sums and normals must be as many float64, the normals writable, got "
-            f"{sums.size} {sums.dtype} and {normals.size} {normals.dtype}. Use `takes` first."
+            "rows and normals must be as many float64, contiguous and on the CPU, got "
+            f"{sum(counts)} in {len(rows)} rows, and {normals.size} {normals.dtype}."
         )
-    kernel = _kernel("dpvision_release", ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_double] * 3)
+    means = normals if normals.flags.writeable else np.empty_like(normals)
+    each = (ctypes.c_int64 * len(rows))(*counts), (ctypes.c_void_p * len(rows))(*(row.data_ptr() for row in rows))
     scales = (steps_per_sum, steps_per_normal, mean_per_step)
-    kernel(normals.size, sums.ctypes.data, normals.ctypes.data, *scales, torch.get_num_threads())
-    return normals
+    broken = _release_kernel()(len(rows), *each, _address(normals), _address(means), *scales, torch.get_num_threads())
+    return None if broken else means
 
 
 def _fits(array: NDArray[Any], *dtypes: type) -> bool:
     return array.ndim == 1 and array.flags.c_contiguous and any(array.dtype == dtype for dtype in dtypes)
 
 
+def _address(array: NDArray[Any]) -> int:
+    return array.__array_interface__["data"][0]  # ``ctypes.data`` runs four times as much code in Python
+
+
 @functools.cache
-def _kernel(name: str, *arguments: type) -> Callable[..., None]:
-    function = loaded()[name]
-    function.argtypes = [*arguments, ctypes.c_int]
+def _normals_kernel() -> Callable[..., None]:
+    function = loaded()["dpvision_normals"]
+    function.argtypes = [*[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3, ctypes.c_int]
     function.restype = None
+    return function
+
+
+@functools.cache
+def _release_kernel() -> Callable[..., int]:
+    function = loaded()["dpvision_release"]
+    function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 4, *[ctypes.c_double] * 3, ctypes.c_int]
+    function.restype = ctypes.c_int64
     return function
