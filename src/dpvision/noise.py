@@ -256,7 +256,7 @@ def _released(
 
 def _like(sums: Tensor, means: NDArray[np.float64]) -> Tensor:
     """The means in the shape of their sums, of the same kind and on the same device."""
-    shaped = torch.from_numpy(means.reshape(sums.shape))
+    shaped = torch.as_tensor(means.reshape(sums.shape))
     return shaped if (sums.dtype, sums.device) == (shaped.dtype, shaped.device) else shaped.to(sums)
 
 

@@ -1,7 +1,7 @@
 """Standard normals in float64 by Box–Muller, and their release on a grid: see ``noise.py`` for what they must be.
 
-Arrays are 64 bits wide and changed in place where they may be, so that a large model's noise takes no more memory than its
-random words did.
+Arrays are 64 bits wide and changed in place where they may be, so that a large model's noise takes no more memory than
+its random words did.
 Every entry is computed by itself: no result depends on the number of threads.
 """
 
