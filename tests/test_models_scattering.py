@@ -97,6 +97,15 @@ def test_colours_are_scattered_one_by_one() -> None:
         torch.testing.assert_close(together[:, colour], scattering(x[:, colour : colour + 1]), atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 16, 17, 33])
+def test_the_features_of_a_picture_do_not_depend_on_how_many_come_with_it(rows: int) -> None:
+    scattering, pictures = Scattering((8, 12)), torch.rand(rows, 2, 8, 12)
+    features = scattering(pictures)
+    assert features.shape == (rows, 162, 2, 3)
+    for picture, found in zip(pictures, features, strict=True):
+        assert torch.equal(scattering(picture[None])[0], found)
+
+
 def test_a_flat_picture_has_no_waves() -> None:
     features = Scattering((32, 32))(torch.full((1, 1, 32, 32), 0.7))[0]
     # The blur keeps the level (up to kymatio's rounded π); Morlet wavelets have zero mean.

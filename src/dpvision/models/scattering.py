@@ -23,6 +23,7 @@ Array = NDArray[np.float64]
 SIGMA, FREQUENCY = 0.8, 3 * math.pi / 4
 # kymatio's normalising constants use this π; with it, features and published settings carry over.
 PI = 3.1415
+_TOGETHER = 16
 
 
 def padded_size(size: int, *, scales: int) -> int:
@@ -148,6 +149,10 @@ class Scattering(nn.Module):
         """Scatter each colour on its own."""
         if tuple(x_NCHW.shape[-2:]) != self.image_size:
             raise ArgumentError(f"pictures must be {self.image_size} pixels, got {tuple(x_NCHW.shape[-2:])}.")
+        # On the way, a picture takes forty times its features' memory: a few at a time.
+        return torch.cat([self._scattered(some) for some in x_NCHW.split(_TOGETHER)])
+
+    def _scattered(self, x_NCHW: Tensor) -> Tensor:
         # F.pad's reflect mode wants one leading dimension or two.
         u0_NCHW = functional.pad(x_NCHW, self.padding, mode="reflect")
         first, second = [self._blur(u0_NCHW, 0).unsqueeze(-3)], []
