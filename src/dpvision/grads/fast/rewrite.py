@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from dpvision.grads.fast.activation import FastTanh
 from dpvision.grads.fast.conv import HeldWSConv2d, WinogradConv2d, WinogradWSConv2d
 from dpvision.grads.fast.linear import SkinnyLinear
 from dpvision.grads.fast.norm import FusedNorm
@@ -78,6 +79,8 @@ def _stand_in_for(module: nn.Module) -> nn.Module | None:
     """A faster layer that computes the same, if there is one."""
     if (window := FastMaxPool.window_of(module)) is not None:
         return FastMaxPool(window)
+    if type(module) is nn.Tanh:
+        return FastTanh()
     if not _answered_for(module):
         return None
     if isinstance(module, nn.Conv2d) and WinogradConv2d.fits(module):
