@@ -143,9 +143,8 @@ def test_tails_get_the_radius_that_they_are_given_and_nobody_else_does() -> None
 
 def released(rows: list[Tensor], normals: NDArray[np.float64], *, per_normal: float = 2.0**30) -> bytes:
     """The bytes of a release that must not be refused."""
-    means = kernels.release(rows, normals, steps_per_sum=64.0, steps_per_normal=per_normal, mean_per_step=0.1)
-    assert means is not None
-    return means.tobytes()
+    assert kernels.release(rows, normals, steps_per_sum=64.0, steps_per_normal=per_normal, mean_per_step=0.1)
+    return torch.cat([row.view(-1) for row in rows]).numpy().tobytes()
 
 
 @pytest.mark.parametrize("cuts", [[0], [1], [7], [1000], [40_001], [0, 3, 0, 5], [1, 40_000, 17_000, 1]])
@@ -154,18 +153,11 @@ def test_the_release_is_numpys_bit_by_bit(cuts: list[int]) -> None:
     values = noise.standard_normals(KEYS.derive("noise", 1, "w"), count) * np.logspace(-12, 6, count)
     rows, draws = list(torch.from_numpy(values).split(cuts)), noise.standard_normals(KEY, count)
     scales = {"steps_per_sum": 2.0**31, "steps_per_normal": 1.7 * 2.0**30, "mean_per_step": 2.0**-31 / 255.6}
-    wanted, found = noise._on_grid(rows, draws.copy(), **scales), kernels.release(rows, draws.copy(), **scales)
-    assert wanted is not None
-    assert found is not None
-    assert found.tobytes() == wanted.tobytes()
-
-
-def test_a_release_takes_the_normals_place_unless_that_is_kept() -> None:
-    rows, draws = [torch.arange(40_000, dtype=torch.float64)], noise.standard_normals(KEY, 40_000)
-    kept = draws.copy()
-    kept.flags.writeable = False
-    assert released(rows, kept) == released(rows, draws) == draws.tobytes()
-    assert kept.tobytes() == noise.standard_normals(KEY, 40_000).tobytes()
+    wanted, found = ([row.clone() for row in rows] for _ in range(2))
+    assert noise._release(wanted, draws, **scales)
+    assert kernels.release(found, draws, **scales)
+    exact = (np.rint(values * 2.0**31) + np.rint(draws * (1.7 * 2.0**30))) * (2.0**-31 / 255.6)
+    assert torch.cat(found).numpy().tobytes() == torch.cat(wanted).numpy().tobytes() == exact.tobytes()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -173,19 +165,22 @@ def test_a_release_takes_the_normals_place_unless_that_is_kept() -> None:
 def test_a_sum_that_is_not_finite_is_not_released(value: float, place: int) -> None:
     sums = torch.zeros(40_007, dtype=torch.float64)
     sums[place] = value
-    for on_grid in (kernels.release, noise._on_grid):
-        found = on_grid(
-            list(sums.split([7, 40_000])), np.zeros(40_007), steps_per_sum=1.0, steps_per_normal=1.0, mean_per_step=1.0
-        )
-        assert found is None
+    scales = {"steps_per_sum": 1.0, "steps_per_normal": 1.0, "mean_per_step": 1.0}
+    for release in (kernels.release, noise._release):
+        assert not release(list(sums.clone().split([7, 40_000])), np.zeros(40_007), **scales)
     assert released([torch.full((3,), 1.7e308, dtype=torch.float64)], np.zeros(3))  # finite, if barely
 
 
 def test_sums_of_any_kind_become_rows_of_float64() -> None:
-    sums = [torch.ones(2, 3), torch.ones(3, 2, dtype=torch.float64).mT, torch.ones(4, dtype=torch.bfloat16)]
-    rows = kernels.rows_of(sums)
-    assert all(row.dtype == torch.float64 and row.is_contiguous() for row in rows)
-    assert [row.shape for row in rows] == [each.shape for each in sums]
+    double = torch.ones(3, 2, dtype=torch.float64)
+    others = [torch.ones(2, 3), double.mT, torch.ones(4, dtype=torch.bfloat16), double.clone().requires_grad_()]
+    for sums, copy in [*((each, False) for each in others), (double, True)]:
+        row = kernels.row_of(sums, copy=copy)
+        assert (row.shape, row.dtype) == (sums.shape, torch.float64)
+        assert row.is_contiguous()
+        assert not row.requires_grad
+        assert row.data_ptr() != sums.data_ptr()
+    assert kernels.row_of(double, copy=False) is double
 
 
 # ---- in use

@@ -246,6 +246,16 @@ def test_release_keeps_shape_and_dtype_and_leaves_the_sum_alone(dtype: torch.dty
 
 
 @both_generators
+def test_a_disposable_sum_becomes_its_own_release() -> None:
+    sums = {"a": torch.randn(5, 4).double(), "b": torch.randn(7)}
+    kept = privatize(ClippedSum(sums, 0.37), MECHANISM, KEYS, step=0).gradients
+    private = privatize(ClippedSum(dict(sums), 0.37, disposable=True), MECHANISM, KEYS, step=0).gradients
+    assert all(torch.equal(private[name], kept[name]) for name in sums)
+    assert private["a"] is sums["a"]  # nothing is left of the exact sum
+    assert private["b"].data_ptr() != sums["b"].data_ptr()
+
+
+@both_generators
 def test_memory_order_does_not_matter() -> None:
     sums = torch.randn(4, 3, 5, 5)
     plain, last = (

@@ -75,14 +75,17 @@ def charge_for(sampling: Sampling, mechanism: Mechanism) -> Event:
 class ClippedSum:
     """The exact sum over units of their clipped gradients. Sensitive: only ``noise.privatize`` may open it, and once.
 
+    ``disposable`` says that nobody else holds the tensors, so that the release may take their memory.
+
     Guarantee: adding or removing one unit moves it by at most ``clip_norm`` in L2.
     """
 
-    __slots__ = ("clip_norm", "gradients", "taken")
+    __slots__ = ("clip_norm", "disposable", "gradients", "taken")
 
-    def __init__(self, gradients: Mapping[str, Tensor], clip_norm: float) -> None:
+    def __init__(self, gradients: Mapping[str, Tensor], clip_norm: float, *, disposable: bool = False) -> None:
         self.gradients: Mapping[str, Tensor] = gradients
         self.clip_norm = clip_norm
+        self.disposable = disposable
         self.taken = False
 
     def take(self) -> dict[str, Tensor]:

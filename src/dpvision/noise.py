@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -167,7 +165,9 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
         # One set after the other leaves: a large model's sums and means don't lie side by side.
         some = {name: sums.pop(name) for name in names}
         normals = _noise(keys, step, some, ahead=not sums and not gradients)
-        gradients |= _released(some, normals, grid, divisor=mechanism.divisor)
+        rows = {name: kernels.row_of(each, copy=not clipped.disposable) for name, each in some.items()}
+        _release_in_place(rows, normals, grid, divisor=mechanism.divisor)
+        gradients |= {name: row.to(some[name]) for name, row in rows.items()}
     return PrivateGrad(gradients, step, proof=_MADE_BY_PRIVATIZE)
 
 
@@ -229,57 +229,41 @@ def _require_sound(clipped: ClippedSum, mechanism: Mechanism, step: int) -> None
         raise PrivacyError(f"the clipped sum must be floating-point numbers, and is not in {', '.join(whole)}.")
 
 
-def _released(
-    sums: dict[str, Tensor], normals: NDArray[np.float64], grid: Grid, *, divisor: float
-) -> dict[str, Tensor]:
-    """The noisy means, in the normals' place if that may be written to."""
-    rows = kernels.rows_of(sums.values())
-    on_grid = kernels.release if native.available() else _on_grid
-    means = on_grid(
-        rows,
+def _release_in_place(rows: dict[str, Tensor], normals: NDArray[np.float64], grid: Grid, *, divisor: float) -> None:
+    """From sums to noisy means, in the same memory."""
+    release = kernels.release if native.available() else _release
+    finite = release(
+        list(rows.values()),
         normals,
         steps_per_sum=1.0 / grid.spacing,  # a power of two: exact
         steps_per_normal=grid.noise_stddev / grid.spacing,
         mean_per_step=grid.spacing / divisor,
     )
-    if means is None:
-        broken = [name for name, row in zip(sums, rows, strict=True) if not row.isfinite().all()]
+    if not finite:
+        broken = [name for name, row in rows.items() if not row.isfinite().all()]
         raise PrivacyError(
             f"the clipped sum must be finite, and is not in {', '.join(broken)}: noise would not hide it. "
             "A unit without a finite gradient must contribute zero."
         )
-    ends = itertools.accumulate(row.numel() for row in rows)
-    return {
-        name: _like(each, means[end - each.numel() : end]) for (name, each), end in zip(sums.items(), ends, strict=True)
-    }
 
 
-def _like(sums: Tensor, means: NDArray[np.float64]) -> Tensor:
-    """The means in the shape of their sums, of the same kind and on the same device."""
-    shaped = torch.as_tensor(means.reshape(sums.shape))
-    return shaped if (sums.dtype, sums.device) == (shaped.dtype, shaped.device) else shaped.to(sums)
-
-
-def _on_grid(
+def _release(
     rows: list[Tensor],
     normals: NDArray[np.float64],
     *,
     steps_per_sum: float,
     steps_per_normal: float,
     mean_per_step: float,
-) -> NDArray[np.float64] | None:
-    """Both rounded to whole numbers of grid steps, added, and scaled; None if a sum is not finite."""
-    sums = rows[0].view(-1) if len(rows) == 1 else torch.cat([row.view(-1) for row in rows])
-    # What is not finite stays so in any sum, and sums of clipped gradients are far from float64's end.
-    if not math.isfinite(sums.sum().item()):
-        return None
-    means = normals if normals.flags.writeable else normals.copy()
-    for start in range(0, means.size, _PAIRS):
-        piece = sums.numpy()[start : start + _PAIRS] * steps_per_sum
-        np.rint(piece, out=piece)
-        released = means[start : start + _PAIRS]
-        released *= steps_per_normal
-        np.rint(released, out=released)
-        released += piece
-        released *= mean_per_step
-    return means
+) -> bool:
+    """Both rounded to whole numbers of grid steps, added, and scaled, in the rows' place; whether sums are finite."""
+    finite = True
+    for row in rows:
+        sums, normals_here, normals = row.view(-1).numpy(), normals[: row.numel()], normals[row.numel() :]
+        finite &= bool(np.isfinite(sums).all())
+        for start in range(0, sums.size, _PAIRS):
+            released = sums[start : start + _PAIRS]
+            released *= steps_per_sum
+            np.rint(released, out=released)
+            released += np.rint(normals_here[start : start + _PAIRS] * steps_per_normal)
+            released *= mean_per_step
+    return finite

@@ -40,15 +40,6 @@ NATIVE = (
         ("every parameter gets the first one's noise", "        normals += count;\n", ""),
     ),
     *mutations(
-        "test_native_normals",
-        "native/normals.py",
-        (
-            "a replayed step gets what was left of its noise",
-            "means = normals if normals.flags.writeable else np.empty_like(normals)",
-            "means = normals",
-        ),
-    ),
-    *mutations(
         "test_native_skinny",
         "native/kernels/accumulate.cpp",
         ("dead units are added", "if (factor_U[u] != 0) {", "{"),

@@ -41,7 +41,7 @@ NOISE = (
         ("what was drawn can be changed", "    normals.flags.writeable = False\n", ""),
         ("the order of parameters changes their noise", "for name in sorted(sizes):", "for name in sizes:"),
         ("a sum clipped to less passes", "if not clipped.clip_norm ==", "if clipped.clip_norm >"),
-        ("a sum that is not finite passes", "    if means is None:", "    if False:"),
+        ("a sum that is not finite passes", "    if not finite:", "    if False:"),
         ("anything passes as a clipped sum", "if type(clipped) is not ClippedSum:", "if False:"),
         ("a sum is released twice", "sums = clipped.take()", "sums = dict(clipped.gradients)"),
     ),

@@ -89,7 +89,7 @@ def clipped_sum_of_batch(
         for microbatch, found in each:
             real_U = microbatch.row_weights_UR.ne(0).any(1)
             totals.add(found.shares, *clip.factors(found.shares, real_U))
-    return ClippedSum(totals.gradients(parameters), clip_norm)
+    return ClippedSum(totals.gradients(parameters), clip_norm, disposable=True)
 
 
 def unclipped_sum_of_batch(

@@ -1,7 +1,6 @@
 """Standard normals in float64 by Box–Muller, and their release on a grid: see ``noise.py`` for what they must be.
 
-Arrays are 64 bits wide and changed in place where they may be, so that a large model's noise takes no more memory than
-its random words did.
+Arrays are 64 bits wide and changed in place, so that a step's noise takes no more memory than its random words did.
 Every entry is computed by itself: no result depends on the number of threads.
 """
 
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,16 +45,19 @@ def from_words(
     return words.view(np.float64)
 
 
-def rows_of(sums: Iterable[Tensor]) -> list[Tensor]:
-    """The sums as ``release`` takes them: contiguous float64, of which no kind of float is wider.
+def row_of(sums: Tensor, *, copy: bool) -> Tensor:
+    """Sums as ``release`` takes them: contiguous float64, of which no kind of float is wider.
 
-    On the CPU wherever they live, so that every device gives equal bits.
+    On the CPU wherever they live, so that every device gives equal bits. Without ``copy``, what fits is taken as it is.
     """
-    return [each if _is_row(each) else each.detach().cpu().double().contiguous() for each in sums]
+    if not copy and _is_row(sums):
+        return sums
+    return torch.empty(sums.shape, dtype=torch.float64).copy_(sums.detach())
 
 
 def _is_row(sums: Tensor) -> bool:
-    return sums.dtype == torch.float64 and sums.is_contiguous() and sums.device.type == "cpu"
+    plain = sums.dtype == torch.float64 and sums.is_contiguous() and sums.device.type == "cpu"
+    return plain and not sums.requires_grad
 
 
 def release(
@@ -65,10 +67,10 @@ def release(
     steps_per_sum: float,
     steps_per_normal: float,
     mean_per_step: float,
-) -> NDArray[np.float64] | None:
-    """``(round(sum · steps_per_sum) + round(normal · steps_per_normal)) · mean_per_step`` for the rows' sums in turn.
+) -> bool:
+    """``(round(sum · steps_per_sum) + round(normal · steps_per_normal)) · mean_per_step`` in the place of the sums.
 
-    In the normals' place if that may be written to, else in a new one. None if a sum is not finite.
+    The rows take the normals one after the other. Returns whether all sums were finite.
     """
     counts = [row.numel() for row in rows]
     if not all(map(_is_row, rows)) or not _fits(normals, np.float64) or sum(counts) != normals.size:
@@ -76,11 +78,9 @@ def release(
             "rows and normals must be as many float64, contiguous and on the CPU, got "
             f"{sum(counts)} in {len(rows)} rows, and {normals.size} {normals.dtype}."
         )
-    means = normals if normals.flags.writeable else np.empty_like(normals)
     each = (ctypes.c_int64 * len(rows))(*counts), (ctypes.c_void_p * len(rows))(*(row.data_ptr() for row in rows))
     scales = (steps_per_sum, steps_per_normal, mean_per_step)
-    broken = _release_kernel()(len(rows), *each, _address(normals), _address(means), *scales, torch.get_num_threads())
-    return None if broken else means
+    return not _release_kernel()(len(rows), *each, _address(normals), *scales, torch.get_num_threads())
 
 
 def _fits(array: NDArray[Any], *dtypes: type) -> bool:
@@ -102,6 +102,6 @@ def _normals_kernel() -> Callable[..., None]:
 @functools.cache
 def _release_kernel() -> Callable[..., int]:
     function = loaded()["dpvision_release"]
-    function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 4, *[ctypes.c_double] * 3, ctypes.c_int]
+    function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 3, *[ctypes.c_double] * 3, ctypes.c_int]
     function.restype = ctypes.c_int64
     return function

@@ -50,23 +50,20 @@ extern "C" void dpvision_normals(int64_t pairs, int64_t tail_count, void* words,
 }
 
 // Both parts become whole numbers of grid steps before they meet: see noise.py. `sums` are `parts` rows, of `counts`
-// numbers each; the normals and means of all of them lie in one row, and may be the same memory. Returns how many sums
-// are not finite; the means are good for nothing then.
-extern "C" int64_t dpvision_release(int64_t parts, const int64_t* counts, const double* const* sums,
-                                    const double* normals, double* means, double steps_per_sum,
-                                    double steps_per_normal, double mean_per_step, int threads) {
+// numbers each, and the means take their place; the normals of all of them lie in one row. Returns how many sums are not
+// finite; the means are good for nothing then.
+extern "C" int64_t dpvision_release(int64_t parts, const int64_t* counts, double* const* sums, const double* normals,
+                                    double steps_per_sum, double steps_per_normal, double mean_per_step, int threads) {
     int64_t broken = 0;
     for (int64_t p = 0; p < parts; p++) {
-        const double* part = sums[p];
+        double* part = sums[p];
         const int64_t count = counts[p];
-#pragma omp parallel for simd num_threads(threads) schedule(static) reduction(+ : broken) if (parallel : count >= ENOUGH)
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : broken) if (count >= ENOUGH)
         for (int64_t i = 0; i < count; i++) {
             broken += !(std::fabs(part[i]) <= DBL_MAX);
-            means[i] =
-                (std::rint(part[i] * steps_per_sum) + std::rint(normals[i] * steps_per_normal)) * mean_per_step;
+            part[i] = (std::rint(part[i] * steps_per_sum) + std::rint(normals[i] * steps_per_normal)) * mean_per_step;
         }
         normals += count;
-        means += count;
     }
     return broken;
 }
