@@ -187,7 +187,7 @@ def test_sums_of_any_kind_become_rows_of_float64() -> None:
 
 
 def test_the_noise_is_native_and_its_fingerprint_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    dealt_out = b"parameters by name, together up to 262144 numbers and 8 steps"
+    dealt_out = b"parameters by name, together up to 262144 numbers and 8 steps, else in parts"
 
     def digest() -> str:
         return hashlib.sha256(dealt_out + noise.standard_normals(bytes(32), 1 << 16).tobytes()).hexdigest()

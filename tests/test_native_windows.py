@@ -26,21 +26,21 @@ def picture(rows: int, channels: int, size: Pair, *, seed: int = 0) -> Tensor:
     return x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
 
 
-def by_torch(x: Tensor, dy: Tensor, *, units: int, kernel: Pair, stride: Pair) -> Tensor:
-    """(U, O, kernel height · kernel width · C) in float64, one unit at a time."""
+def by_torch(x: Tensor, dy: Tensor, *, units: int, kernel: Pair, stride: Pair, groups: int) -> Tensor:
+    """(U, O, kernel height · kernel width · C of a group) in float64, one unit at a time."""
     found = []
     for rows, gradients in zip(x.chunk(units), dy.chunk(units), strict=True):
-        weight = torch.zeros(dy.shape[1], x.shape[1], *kernel, dtype=torch.float64, requires_grad=True)
-        y = nn.functional.conv2d(rows.double(), weight, stride=stride)
+        weight = torch.zeros(dy.shape[1], x.shape[1] // groups, *kernel, dtype=torch.float64, requires_grad=True)
+        y = nn.functional.conv2d(rows.double(), weight, stride=stride, groups=groups)
         (gradient,) = torch.autograd.grad(y, weight, gradients.double())
         found.append(gradient.permute(0, 2, 3, 1).flatten(1))
     return torch.stack(found)
 
 
-def check(x: Tensor, dy: Tensor, *, units: int, kernel: Pair, stride: Pair) -> None:
-    assert windows.takes(x, dy, units=units, kernel=kernel)
-    got, squares = windows.unit_gradients(x, dy, units=units, kernel=kernel, stride=stride)
-    wanted = by_torch(x, dy, units=units, kernel=kernel, stride=stride)
+def check(x: Tensor, dy: Tensor, *, units: int, kernel: Pair, stride: Pair, groups: int = 1) -> None:
+    assert windows.takes(x, dy, units=units, kernel=kernel, groups=groups)
+    got, squares = windows.unit_gradients(x, dy, units=units, kernel=kernel, stride=stride, groups=groups)
+    wanted = by_torch(x, dy, units=units, kernel=kernel, stride=stride, groups=groups)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
     torch.testing.assert_close(squares, got.double().square().sum((1, 2)), rtol=3e-6, atol=0)
 
@@ -72,6 +72,66 @@ def test_any_shape_gives_the_same(
     x, dy = picture(units * rows, channels, reach), picture(units * rows, outputs, size, seed=1)
     check(x, dy, units=units, kernel=kernel, stride=stride)
 
+
+# ---- a kernel for every channel
+
+
+@given(
+    units=st.integers(1, 3),
+    rows=st.integers(1, 2),
+    channels=st.integers(2, 40),
+    kernel=st.tuples(st.integers(1, 7), st.sampled_from([3, 5, 7])),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    size=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+)
+@settings(max_examples=60, deadline=None)
+def test_channels_with_kernels_of_their_own_give_the_same(
+    units: int, rows: int, channels: int, kernel: Pair, stride: Pair, size: Pair
+) -> None:
+    reach = ((size[0] - 1) * stride[0] + kernel[0], (size[1] - 1) * stride[1] + kernel[1])
+    rim = picture(units * rows, channels, (reach[0] + 2, reach[1] + 1))[:, :, : reach[0], : reach[1]]
+    dy = picture(units * rows, channels, size, seed=1)
+    for x in (picture(units * rows, channels, reach), rim):
+        check(x, dy, units=units, kernel=kernel, stride=stride, groups=channels)
+
+
+def test_long_sums_over_a_large_picture_lose_nothing() -> None:
+    """Half of 16,384 terms cancel the other half but for one; their sums on the way are too long for float32."""
+    x, dy = torch.full((1, 2, 130, 130), 12345.0), picture(1, 2, (128, 128))
+    dy[:] = 1.0
+    dy[:, :, 64:] = -1.0
+    dy[:, :, 127, 127] += 1.0
+    x = x.contiguous(memory_format=torch.channels_last)
+    got, squares = windows.unit_gradients(x, dy, units=1, kernel=(3, 3), stride=(1, 1), groups=2)
+    assert torch.equal(got, torch.full((1, 2, 9), 12345.0))
+    assert float(squares) == 18 * 12345.0**2
+
+
+def test_units_and_channels_with_kernels_of_their_own_stay_apart_on_any_number_of_threads() -> None:
+    x, dy = picture(4, 19, (8, 9)), picture(4, 19, (6, 7), seed=1)
+    settings = {"units": 4, "kernel": (3, 3), "stride": (1, 1), "groups": 19}
+    alone, squares = windows.unit_gradients(x, dy, **settings)
+    x[1, 3], dy[2, 18] = float("nan"), float("inf")
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        got, others = windows.unit_gradients(x, dy, **settings)
+        assert torch.equal(got[[0, 3]], alone[[0, 3]])
+        assert torch.equal(others[[0, 3]], squares[[0, 3]])
+        assert torch.equal(got[1, 4:], alone[1, 4:])
+        assert torch.equal(got[2, :18], alone[2, :18])
+        assert not others[1:3].isfinite().any()
+
+
+def test_other_groups_and_widths_have_no_kernel() -> None:
+    x, dy = picture(2, 6, (8, 8)), picture(2, 6, (6, 6), seed=1)
+    assert windows.takes(x, dy, units=2, kernel=(3, 3), groups=6)
+    assert not windows.takes(x, dy, units=2, kernel=(3, 3), groups=3)
+    assert not windows.takes(x, picture(2, 12, (6, 6)), units=2, kernel=(3, 3), groups=6)
+    assert not windows.takes(x, picture(2, 6, (8, 5)), units=2, kernel=(1, 4), groups=6)
+    assert not windows.takes(x[:0], dy[:0], units=0, kernel=(3, 3), groups=6)
+
+
+# ---- windows of all channels
 
 # Laid out (a line of a window has 9 numbers), and read from the input in halves (8) and whole panels (64).
 WINDOWS = [(3, (3, 3)), (2, (4, 4)), (1, (8, 8)), (16, (4, 4))]
@@ -123,9 +183,9 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_share_takes_the_kernel_and_agrees_with_the_plain_one(rows: int) -> None:
-    layer = nn.Conv2d(3, 6, 4, stride=2)
-    x = picture(6, 3, (8, 8))
+@pytest.mark.parametrize("layer", [nn.Conv2d(6, 6, 4, stride=2), nn.Conv2d(6, 6, (4, 3), stride=2, groups=6)])
+def test_a_share_takes_the_kernel_and_agrees_with_the_plain_one(layer: nn.Conv2d, rows: int) -> None:
+    x = picture(6, 6, (8, 7 if layer.groups > 1 else 8))
     dy = picture(6, 6, (3, 3), seed=1)
 
     def share() -> Correlated:

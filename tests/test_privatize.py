@@ -145,7 +145,7 @@ def test_steps_that_share_a_draw_are_not_correlated() -> None:
 
 def test_what_was_drawn_ahead_can_not_be_changed() -> None:
     noise_of({"w": 5}, 0)
-    drawn = noise._drawn_ahead(KEYS, 0, 8, ("w", 5), 40, native.identity())
+    drawn = noise._drawn_ahead(KEYS, 0, 8, (0, "w", 5), 40, native.identity())
     assert noise._drawn_ahead.cache_info().hits == 1
     with pytest.raises(ValueError, match="read-only"):
         drawn[0] = 1.0
@@ -164,6 +164,24 @@ def test_parameters_share_a_draw_until_they_are_too_many(last: int) -> None:
     assert len(np.unique(whole)) > whole.size - 200  # by chance, about 60 of 800,000 meet on the grid
     others = noise_of({"c": 2 * together + 7 + last, "d": together + 1}, 3)  # as many in all, so on the same grid
     assert drawn["d"].tobytes() == others["d"].tobytes()
+
+
+@both_generators
+def test_every_part_of_a_long_parameter_has_its_own_noise() -> None:
+    """Parts against each other: three pairs of 2¹⁸ numbers, false alarm 1e-8 each."""
+    parts = np.split(noise_of({"w": 3 * noise._TOGETHER}, 1)["w"], 3)
+    for power in (1, 2):  # parts that shared their radii would show in the squares
+        correlations = np.corrcoef(np.stack(parts) ** power)[np.triu_indices(3, 1)]
+        assert np.abs(correlations).max() < 5.73 / math.sqrt(noise._TOGETHER)
+
+
+@both_generators
+@pytest.mark.parametrize("place", [0, -1])
+def test_a_long_sum_that_is_not_finite_anywhere_is_refused(place: int) -> None:
+    sums = torch.zeros(2 * noise._TOGETHER + 3, dtype=torch.float64)
+    sums[place] = math.inf
+    with pytest.raises(PrivacyError, match="must be finite, and is not in w:"):
+        privatize(ClippedSum({"w": sums}, 0.37, disposable=True), MECHANISM, KEYS, step=0)
 
 
 def test_every_step_of_a_large_model_has_its_own_noise() -> None:

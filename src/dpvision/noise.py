@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -36,7 +37,7 @@ GRID_BITS = 30
 """The grid's spacing is 2⁻³⁰ of the noise's standard deviation, rounded down to a power of two."""
 
 _PAIRS = 1 << 14  # pairs of normals worked on at once: small enough for the cache
-_TOGETHER = 1 << 18  # numbers up to which parameters share a draw, because a draw has a fixed cost
+_TOGETHER = 1 << 18  # numbers in a draw: a draw has a fixed cost, and more would leave the cache
 _AHEAD = 8  # steps that share a draw, if their numbers are few enough
 _FIRST_TAIL_WORD = np.uint64(2**64 - 2**53)  # one word in 2048 is a tail word
 _LEAST_STDDEV, _MOST_STDDEV = 2.0**-400, 2.0**400  # beyond these the grid would leave float64's range
@@ -109,7 +110,7 @@ def generator_fingerprint() -> str:
     It differs where this machine's arithmetic differs in their last bits. A resumed run may replay a step only where
     its noise comes out bit for bit as before, so this belongs to what the noise key is bound to.
     """
-    dealt_out = f"parameters by name, together up to {_TOGETHER} numbers and {_AHEAD} steps".encode()
+    dealt_out = f"parameters by name, together up to {_TOGETHER} numbers and {_AHEAD} steps, else in parts".encode()
     return hashlib.sha256(dealt_out + standard_normals(bytes(KEY_BYTES), 1 << 16).tobytes()).hexdigest()
 
 
@@ -164,9 +165,9 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
     for names in _together({name: each.numel() for name, each in sums.items()}):
         # One set after the other leaves: a large model's sums and means don't lie side by side.
         some = {name: sums.pop(name) for name in names}
-        normals = _noise(keys, step, some, ahead=not sums and not gradients)
+        noise = _Noise(keys, step, some, ahead=not sums and not gradients)
         rows = {name: kernels.row_of(each, copy=not clipped.disposable) for name, each in some.items()}
-        _release_in_place(rows, normals, grid, divisor=mechanism.divisor)
+        _release_in_place(rows, noise, grid, divisor=mechanism.divisor)
         gradients |= {name: row.to(some[name]) for name, row in rows.items()}
     return PrivateGrad(gradients, step, proof=_MADE_BY_PRIVATIZE)
 
@@ -176,27 +177,36 @@ def steps_a_draw(numbers: int) -> int:
     return max(1, min(_AHEAD, _TOGETHER // max(1, numbers)))
 
 
-def _noise(keys: Keys, step: int, sums: dict[str, Tensor], *, ahead: bool) -> NDArray[np.float64]:
-    """The standard normals of one step for these parameters.
+@final
+class _Noise:
+    """The standard normals of one step for some parameters, in parts.
 
     With ``ahead``, those of a few steps come from one draw, each its own part of it, which can't be written to.
     """
-    count = sum(each.numel() for each in sums.values())
-    sizes = tuple(fact for name, each in sums.items() for fact in (name, each.numel()))
-    steps = steps_a_draw(count) if ahead else 1
-    first = step - step % steps
-    if steps == 1:
-        return standard_normals(keys.derive("noise", first, steps, *sizes), count)
-    start = (step - first) * count
-    return _drawn_ahead(keys, first, steps, sizes, steps * count, native.identity())[start : start + count]
+
+    def __init__(self, keys: Keys, step: int, sums: dict[str, Tensor], *, ahead: bool) -> None:
+        self._keys = keys
+        self._step = step
+        self._sizes = tuple(fact for name, each in sums.items() for fact in (name, each.numel()))
+        numbers = sum(each.numel() for each in sums.values())
+        self._steps = steps_a_draw(numbers) if ahead else 1
+
+    def part(self, index: int, count: int) -> NDArray[np.float64]:
+        """``count`` normals for this part, which no other part has."""
+        steps, first = self._steps, self._step - self._step % self._steps
+        if steps == 1:
+            return standard_normals(self._keys.derive("noise", first, steps, index, *self._sizes), count)
+        start = (self._step - first) * count
+        drawn = _drawn_ahead(self._keys, first, steps, (index, *self._sizes), steps * count, native.identity())
+        return drawn[start : start + count]
 
 
 @functools.lru_cache(maxsize=4)
 def _drawn_ahead(
-    keys: Keys, first: int, steps: int, sizes: tuple[str | int, ...], count: int, _: str
+    keys: Keys, first: int, steps: int, facts: tuple[str | int, ...], count: int, _: str
 ) -> NDArray[np.float64]:
     """One draw, which must stay as it is; the last argument is the code that makes it."""
-    normals = standard_normals(keys.derive("noise", first, steps, *sizes), count)
+    normals = standard_normals(keys.derive("noise", first, steps, *facts), count)
     normals.flags.writeable = False
     return normals
 
@@ -229,16 +239,28 @@ def _require_sound(clipped: ClippedSum, mechanism: Mechanism, step: int) -> None
         raise PrivacyError(f"the clipped sum must be floating-point numbers, and is not in {', '.join(whole)}.")
 
 
-def _release_in_place(rows: dict[str, Tensor], normals: NDArray[np.float64], grid: Grid, *, divisor: float) -> None:
+def _parts(rows: list[Tensor]) -> list[list[Tensor]]:
+    """What gets its noise at once: all of these rows, or a piece of a long one after the other.
+
+    A piece stays in the cache from its random words to its release, and a large model's noise takes no memory.
+    """
+    if len(rows) > 1 or rows[0].numel() <= _TOGETHER:
+        return [rows]
+    return [[piece] for piece in torch.split(rows[0].view(-1), _TOGETHER)]
+
+
+def _release_in_place(rows: dict[str, Tensor], noise: _Noise, grid: Grid, *, divisor: float) -> None:
     """From sums to noisy means, in the same memory."""
     release = kernels.release if native.available() else _release
-    finite = release(
-        list(rows.values()),
-        normals,
-        steps_per_sum=1.0 / grid.spacing,  # a power of two: exact
-        steps_per_normal=grid.noise_stddev / grid.spacing,
-        mean_per_step=grid.spacing / divisor,
-    )
+    finite = True
+    for index, some in enumerate(_parts(list(rows.values()))):
+        finite &= release(
+            some,
+            noise.part(index, sum(row.numel() for row in some)),
+            steps_per_sum=1.0 / grid.spacing,  # a power of two: exact
+            steps_per_normal=grid.noise_stddev / grid.spacing,
+            mean_per_step=grid.spacing / divisor,
+        )
     if not finite:
         broken = [name for name, row in rows.items() if not row.isfinite().all()]
         raise PrivacyError(

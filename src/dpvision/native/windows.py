@@ -20,6 +20,8 @@ from dpvision.native.build import build, loaded
 
 MOST_WINDOW_NUMBERS: Final = 3 << 16
 """Windows of a unit that still fit the second cache; for larger ones matrix products are faster."""
+_WIDTHS: Final = (3, 5, 7)
+"""Kernels that there is code for where every channel has its own."""
 
 
 class _Windows(ctypes.Structure):
@@ -41,39 +43,47 @@ class _Windows(ctypes.Structure):
     )
 
 
-def takes(x_NCHW: Tensor, dy_NOHW: Tensor, *, units: int, kernel: tuple[int, int]) -> bool:
-    """Whether this kernel can be used: float32 pictures on the CPU, channels side by side, windows that fit."""
+def takes(x_NCHW: Tensor, dy_NOHW: Tensor, *, units: int, kernel: tuple[int, int], groups: int = 1) -> bool:
+    """Whether this kernel can be used: float32 pictures on the CPU, channels side by side, windows that fit.
+
+    ``groups`` must be 1, or as many as there are channels in and out.
+    """
     if build().library is None or x_NCHW.dim() != 4 or not (_channels_inside(x_NCHW) and _channels_inside(dy_NOHW)):
         return False
-    (rows, _, height, width), depth = dy_NOHW.shape, x_NCHW.shape[1] * kernel[0] * kernel[1]
-    whole = dy_NOHW.permute(0, 2, 3, 1).is_contiguous()
-    return whole and 0 < rows // max(1, units) * height * width * depth <= MOST_WINDOW_NUMBERS
+    (rows, outputs, height, width), channels = dy_NOHW.shape, x_NCHW.shape[1]
+    numbers = rows // max(1, units) * height * width * channels * kernel[0] * kernel[1]
+    if numbers == 0 or not dy_NOHW.permute(0, 2, 3, 1).is_contiguous():
+        return False
+    if groups == 1:
+        return numbers <= MOST_WINDOW_NUMBERS
+    return groups == channels == outputs and kernel[1] in _WIDTHS
 
 
 def unit_gradients(
-    x_NCHW: Tensor, dy_NOHW: Tensor, *, units: int, kernel: tuple[int, int], stride: tuple[int, int]
+    x_NCHW: Tensor, dy_NOHW: Tensor, *, units: int, kernel: tuple[int, int], stride: tuple[int, int], groups: int = 1
 ) -> tuple[Tensor, Tensor]:
     """The gradient of every unit as (U, O, D), D in the order (height, width, C), and its squared norm in float64.
 
-    ``x_NCHW`` is padded already. A unit's rows are neighbours.
+    ``x_NCHW`` is padded already. A unit's rows are neighbours. C counts the channels of a group.
 
     Guarantee: norms are right to a relative 3e-6, beyond squares that underflow. A unit is the work of one thread: no
     bit depends on their number.
     """
     (rows, outputs, height, width), channels = dy_NOHW.shape, x_NCHW.shape[1]
     reach = ((height - 1) * stride[0] + kernel[0], (width - 1) * stride[1] + kernel[1])
-    fits = takes(x_NCHW, dy_NOHW, units=units, kernel=kernel) and x_NCHW.shape[0] == rows and rows % units == 0
+    fits = takes(x_NCHW, dy_NOHW, units=units, kernel=kernel, groups=groups)
+    fits = fits and x_NCHW.shape[0] == rows and rows % units == 0
     if not fits or reach[0] > x_NCHW.shape[2] or reach[1] > x_NCHW.shape[3]:
         raise ArgumentError(
             f"x {tuple(x_NCHW.shape)} and dy {tuple(dy_NOHW.shape)} do not fit this kernel for {units} units, "
-            f"kernel {kernel}, stride {stride}. Use `takes` first."
+            f"kernel {kernel}, stride {stride}, groups {groups}. Use `takes` first."
         )
-    gradients = x_NCHW.new_empty(units, outputs, kernel[0] * kernel[1] * channels)
+    gradients = x_NCHW.new_empty(units, outputs, kernel[0] * kernel[1] * (channels // groups))
     squares_U = x_NCHW.new_empty(units, dtype=torch.float64)
     strides = x_NCHW.stride()
     sizes = _Windows(rows // units, strides[0], strides[2], channels, height, width, outputs, *kernel, *stride)
     tensors = (x_NCHW.data_ptr(), dy_NOHW.data_ptr(), gradients.data_ptr(), squares_U.data_ptr())
-    _kernel()(ctypes.byref(sizes), units, *tensors, torch.get_num_threads())
+    _kernel("window" if groups == 1 else "depthwise")(ctypes.byref(sizes), units, *tensors, torch.get_num_threads())
     return gradients, squares_U
 
 
@@ -85,8 +95,8 @@ def _channels_inside(x_NCHW: Tensor) -> bool:
 
 
 @functools.cache
-def _kernel() -> Callable[..., None]:
-    function = loaded()["dpvision_window_gradients"]
+def _kernel(name: str) -> Callable[..., None]:
+    function = loaded()[f"dpvision_{name}_gradients"]
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int]
     function.restype = None
     return function

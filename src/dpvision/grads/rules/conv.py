@@ -153,9 +153,9 @@ class Correlated(Share):
     def formed(self) -> Tensor:
         """The gradients as (U, O, D), D in the order of the windows."""
         if self._formed_UOD is None and self._fits_windows():
-            kernel, stride = _pair(self._geometry.kernel), _pair(self._geometry.stride)
+            kernel, stride, groups = _pair(self._geometry.kernel), _pair(self._geometry.stride), self._geometry.groups
             self._formed_UOD, self._squares_U = windows.unit_gradients(
-                self._x, self._dy, units=self._units, kernel=kernel, stride=stride
+                self._x, self._dy, units=self._units, kernel=kernel, stride=stride, groups=groups
             )
         elif self._formed_UOD is None:
             weight = self._geometry.weight
@@ -170,8 +170,10 @@ class Correlated(Share):
     def _fits_windows(self) -> bool:
         """Whether there is a kernel that forms the gradients without writing all windows down."""
         geometry = self._geometry
-        plain = geometry.groups == 1 and len(geometry.kernel) == 2 and set(geometry.dilation) == {1}
-        return plain and windows.takes(self._x, self._dy, units=self._units, kernel=_pair(geometry.kernel))
+        if len(geometry.kernel) != 2 or set(geometry.dilation) != {1}:
+            return False
+        kernel = _pair(geometry.kernel)
+        return windows.takes(self._x, self._dy, units=self._units, kernel=kernel, groups=geometry.groups)
 
     def _gram_norms(self) -> Tensor:
         norms: list[Tensor] = []

@@ -8,6 +8,7 @@
 
 #include "panel.h"
 #include "scratch.h"
+#include "windows.h"
 
 namespace {
 
@@ -30,22 +31,6 @@ void join(const float* first, const float* second, v16& panel) {
 }
 
 int64_t rounded_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
-
-}  // namespace
-
-// Sizes of the padded input, of the output and of the kernel. Strides of the input are in floats; its channels lie
-// together, and so do its columns.
-struct Windows {
-    int64_t rows_per_unit, row_stride, line_stride, channels;
-    int64_t height, width, outputs;
-    int64_t kernel_height, kernel_width, stride_height, stride_width;
-
-    int64_t positions() const { return rows_per_unit * height * width; }
-    int64_t run() const { return kernel_width * channels; }
-    int64_t depth() const { return kernel_height * run(); }
-};
-
-namespace {
 
 // Where each window begins, in the input of a unit.
 std::vector<int64_t> corners(const Windows& sizes) {
