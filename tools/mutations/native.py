@@ -60,6 +60,14 @@ NATIVE = (
     ),
     *mutations(
         "test_native_windows",
+        "native/kernels/depthwise.cpp",
+        ("squares of the last entry only", "squares += double(entry)", "squares = double(entry)"),
+        ("sums of one unit reach the next", "    std::fill_n(totals, taps * WIDE * LANES, 0.0);\n", ""),
+        ("a long sum stays in float32", "            if (run >= RUN) {", "            if (false) {"),
+        ("only a unit's first row counts", "row < sizes.rows_per_unit", "row < 1"),
+    ),
+    *mutations(
+        "test_native_windows",
         "grads/rules/conv.py",
         ("tiny gradients have no norm", "self._squares_U + underflow(formed_UOD.flatten(1))", "self._squares_U"),
     ),
