@@ -72,6 +72,14 @@ NATIVE = (
         ("tiny gradients have no norm", "self._squares_U + underflow(formed_UOD.flatten(1))", "self._squares_U"),
     ),
     *mutations(
+        "test_native_filter_moments",
+        "native/kernels/filter_moments.cpp",
+        ("the rest of a filter has no moments", "z + i, count - i);", "z + i, 0);"),
+        ("half of a filter has no moments", "sums[0].add(sums[2]);", ""),
+        ("every filter has the first one's direction", "z_OD + o * depth", "z_OD"),
+        ("every unit has the first one's moments", "e_UOD + (u * outputs + o) * depth", "e_UOD + o * depth"),
+    ),
+    *mutations(
         "test_native_pool",
         "native/kernels/pool.cpp",
         ("a window's gradient goes to its neighbour", "== -2 * r - k", "== -r - 2 * k"),

@@ -23,6 +23,7 @@ from dpvision.grads.rules.conv import Correlated, Correlation, seen_by
 from dpvision.grads.rules.registry import LayerCall, register
 from dpvision.grads.shares import Finish, Kept, Share, sum_by_unit, sum_of_squares, sum_over_space
 from dpvision.models.layers import WSConv2d
+from dpvision.native.filter_moments import filter_moments
 
 _NUMBERS_AT_ONCE: Final = 1 << 18
 
@@ -191,10 +192,17 @@ def _geometry(module: WSConv2d) -> Correlation:
 def _moments(used: Correlated, geometry: Correlation, facts: Standardisation) -> Moments:
     e_UOD = used.formed()
     z_OD = geometry.to_order(facts.z_OD.view_as(geometry.weight), channels_inside=used.channels_inside)
-    lengths_UO = sum_of_squares(e_UOD.flatten(0, 1)).unflatten(0, e_UOD.shape[:2])
+    moments_UMO = filter_moments(e_UOD, z_OD)
+    squares_UO, total_UO, along_UO = _plainly(e_UOD, z_OD) if moments_UMO is None else moments_UMO.unbind(1)
+    return Moments(squares_UO @ facts.scale_O.double().square(), total_UO, along_UO)
+
+
+def _plainly(e_UOD: Tensor, z_OD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """‖e‖², Σe and ⟨z, e⟩ of each filter, where no kernel has them."""
+    squares_UO = sum_of_squares(e_UOD.flatten(0, 1)).unflatten(0, e_UOD.shape[:2])
     directions_OD2 = torch.stack([torch.ones_like(z_OD), z_OD], 2)
     total_UO, along_UO = torch.bmm(e_UOD.transpose(0, 1), directions_OD2).permute(2, 1, 0)
-    return Moments(lengths_UO @ facts.scale_O.double().square(), total_UO, along_UO)
+    return squares_UO, total_UO, along_UO
 
 
 def _moments_by_ghost(call: LayerCall, x: Tensor, geometry: Correlation, facts: Standardisation) -> Moments:
