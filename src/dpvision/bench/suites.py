@@ -34,7 +34,7 @@ _CATALOGUE_BATCH: Final = {
     "nf_resnet50": 8,
     "nf_resnet200": 4,
     "nfnet_f0": 4,
-    "nfnet_f3": 1,
+    "nfnet_f3": 4,
     "unet9": 8,
     "scaleunet9": 8,
     "linknet9": 8,
