@@ -30,12 +30,11 @@ def nothing_drawn_ahead() -> None:
 
 
 @pytest.fixture(params=["native", "numpy"])
-def generator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Normals from the native kernel, where there is one, and from numpy."""
-    from dpvision import native, noise
+def generator(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Normals and their release from native kernels, where there are any, and from numpy."""
+    from dpvision import native
 
-    if request.param == "numpy":
-        monkeypatch.setattr(noise.kernels, "takes", lambda array: False)
-    elif not native.available():
+    if request.param == "native" and not native.available():
         pytest.skip(f"no native kernels: {native.reason()}")
-    return request.param
+    with native.switched_off(when=request.param == "numpy"):
+        yield request.param

@@ -70,12 +70,21 @@ def test_what_does_not_fit_is_refused_by_the_kernel_and_not_by_the_layer() -> No
         with pytest.raises(ArgumentError, match="x must be float32"):
             kernel.tanh(x)
         assert torch.equal(FastTanh()(x), torch.tanh(x))
+    negative = torch._neg_view(torch.randn(3))
+    assert not kernel.takes(negative)
+    assert torch.equal(FastTanh()(negative), torch.tanh(negative))
 
 
 def test_the_gradient_is_that_of_pytorch() -> None:
     x, dy = torch.randn(3, 5, 4, 4, requires_grad=True), torch.randn(3, 5, 4, 4)
     found, true = (torch.autograd.grad(act(x), x, dy)[0] for act in (FastTanh(), torch.tanh))
     assert relative_error({"x": found}, {"x": true}) < 1e-6
+
+
+def test_the_gradient_has_the_layout_of_the_output() -> None:
+    x = torch.randn(3, 5, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
+    (dx,) = torch.autograd.grad(FastTanh()(x).flatten(1), x, torch.randn(3, 80))
+    assert dx.stride() == x.stride()
 
 
 def test_it_can_be_traced_without_numbers() -> None:

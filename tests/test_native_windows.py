@@ -102,9 +102,13 @@ def test_long_sums_over_a_large_picture_lose_nothing() -> None:
     dy[:, :, 64:] = -1.0
     dy[:, :, 127, 127] += 1.0
     x = x.contiguous(memory_format=torch.channels_last)
-    got, squares = windows.unit_gradients(x, dy, units=1, kernel=(3, 3), stride=(1, 1), groups=2)
-    assert torch.equal(got, torch.full((1, 2, 9), 12345.0))
-    assert float(squares) == 18 * 12345.0**2
+    for wide in (False, True):
+        if wide:  # the same numbers in one line
+            x, dy = picture(1, 2, (3, 128 * 128 + 2)), dy.permute(0, 2, 3, 1).reshape(1, 1, -1, 2).permute(0, 3, 1, 2)
+            x[:] = 12345.0
+        got, squares = windows.unit_gradients(x, dy, units=1, kernel=(3, 3), stride=(1, 1), groups=2)
+        assert torch.equal(got, torch.full((1, 2, 9), 12345.0))
+        assert float(squares) == 18 * 12345.0**2
 
 
 def test_units_and_channels_with_kernels_of_their_own_stay_apart_on_any_number_of_threads() -> None:
@@ -195,6 +199,25 @@ def test_a_share_takes_the_kernel_and_agrees_with_the_plain_one(layer: nn.Conv2d
         plain, plain_norms = share().per_unit(), share().norms_sq()
     torch.testing.assert_close(share().per_unit(), plain, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(share().norms_sq(), plain_norms, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("groups", [1, 6])
+def test_windows_with_gaps_go_another_way(groups: int) -> None:
+    layer = nn.Conv2d(6, 6, 3, dilation=2, groups=groups)
+    x, dy = picture(4, 6, (8, 8)), picture(4, 6, (4, 4), seed=1)
+    found = Correlated(x, dy, geometry_of(layer, layer.weight.detach()), 4).per_unit()
+    for unit in range(4):
+        weight = layer.weight.detach().double().requires_grad_()
+        y = nn.functional.conv2d(x[unit : unit + 1].double(), weight, dilation=2, groups=groups)
+        (true,) = torch.autograd.grad(y, weight, dy[unit : unit + 1].double())
+        torch.testing.assert_close(found[unit].double(), true, rtol=1e-5, atol=1e-5)
+
+
+def test_pictures_that_windows_do_not_see_wholly_are_refused() -> None:
+    x, dy = picture(4, 6, (8, 8)), picture(4, 6, (4, 4), seed=1)
+    for groups in (1, 6):
+        with pytest.raises(ArgumentError, match="takes"):
+            windows.unit_gradients(x, dy, units=4, kernel=(3, 3), stride=(1, 1), groups=groups)
 
 
 def test_tiny_gradients_still_have_a_norm() -> None:

@@ -222,6 +222,14 @@ def test_where_only_the_way_back_mixes_units_the_gradients_are_still_those_of_si
     assert relative_error(found, true) < 1e-10
 
 
+def test_a_model_whose_weights_have_odd_strides_is_examined_like_any_other() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(64, 3)).to(memory_format=torch.channels_last)
+    inputs, targets = torch.randn(5, 3, 4, 4), torch.arange(5) % 3
+    found = clipped_sum(model, cross_entropy, inputs, targets, clip_norm=0.1).gradients
+    true = oracle.clipped_sum_by_loop(model.double(), cross_entropy, inputs.double(), targets, clip_norm=0.1).gradients
+    assert relative_error(found, true) < 1e-4
+
+
 class DropsInside(nn.Module):
     def __init__(self) -> None:
         super().__init__()

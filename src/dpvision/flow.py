@@ -75,7 +75,7 @@ def charge_for(sampling: Sampling, mechanism: Mechanism) -> Event:
 class ClippedSum:
     """The exact sum over units of their clipped gradients. Sensitive: only ``noise.privatize`` may open it, and once.
 
-    ``disposable`` says that nobody else holds the tensors, so that the release may take their memory.
+    ``disposable`` says that nobody else holds these tensors, and no two share memory: the release may take their place.
 
     Guarantee: adding or removing one unit moves it by at most ``clip_norm`` in L2.
     """

@@ -63,12 +63,28 @@ NATIVE = (
         "native/kernels/depthwise.cpp",
         ("squares of the last entry only", "squares += double(entry)", "squares = double(entry)"),
         ("sums of one unit reach the next", "    std::fill_n(totals, taps * WIDE * LANES, 0.0);\n", ""),
-        ("a long sum stays in float32", "            if (run >= RUN) {", "            if (false) {"),
+        ("a long sum stays in float32", "if (run >= RUN) {", "if (false) {"),
         ("only a unit's first row counts", "row < sizes.rows_per_unit", "row < 1"),
     ),
     *mutations(
         "test_native_windows",
+        "native/windows.py",
+        ("windows of another reach are read as if they fitted", "reach != x_NCHW.shape[2:]", "False"),
+    ),
+    *mutations(
+        "test_native_tanh",
+        "native/kernels/tanh.cpp",
+        ("what is left over at the end is left out", "if (i < last) store_some", "if (false) store_some"),
+    ),
+    *mutations(
+        "test_native_tanh",
+        "grads/fast/activation.py",
+        ("tanh has the slope one", "torch.ops.aten.tanh_backward(dy, y)", "dy"),
+    ),
+    *mutations(
+        "test_native_windows",
         "grads/rules/conv.py",
+        ("windows with gaps are read without them", " or set(geometry.dilation) != {1}", ""),
         ("tiny gradients have no norm", "self._squares_U + underflow(formed_UOD.flatten(1))", "self._squares_U"),
     ),
     *mutations(

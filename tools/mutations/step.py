@@ -47,6 +47,12 @@ NOISE = (
         ("the order of parameters changes their noise", "for name in sorted(sizes):", "for name in sizes:"),
         ("a sum clipped to less passes", "if not clipped.clip_norm ==", "if clipped.clip_norm >"),
         ("a sum that is not finite passes", "    if not finite:", "    if False:"),
+        (
+            "numpy releases without noise",
+            "            released += np.rint(normals_here",
+            "            _ = np.rint(normals_here",
+        ),
+        ("numpy releases what is not finite", "finite &= bool(np.isfinite(sums).all())", "finite &= True"),
         ("a later part may be infinite", "finite &= release(", "finite = release("),
         ("anything passes as a clipped sum", "if type(clipped) is not ClippedSum:", "if False:"),
         ("a sum is released twice", "sums = clipped.take()", "sums = dict(clipped.gradients)"),

@@ -133,5 +133,5 @@ def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _bits(x: Tensor) -> Tensor:
     """A view under which NaN equals NaN."""
-    x = x.detach().contiguous()
-    return x.view(torch.uint8) if x.dim() else x.reshape(1).view(torch.uint8)
+    # In one row: where a size is 1, a contiguous tensor's strides may be any.
+    return x.detach().contiguous().view(-1).view(torch.uint8)

@@ -17,7 +17,7 @@ from dpvision.native.channels_last import is_channels_last, without_dispatch
 def takes(x: Tensor) -> bool:
     """Whether this kernel can be used: it exists, and ``x`` is float32 on the CPU without gaps in its memory."""
     plain = x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous()
-    return build().library is not None and (plain or is_channels_last(x))
+    return build().library is not None and (plain or is_channels_last(x)) and not x.is_neg()
 
 
 def tanh(x: Tensor) -> Tensor:

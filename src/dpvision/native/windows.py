@@ -64,7 +64,8 @@ def unit_gradients(
 ) -> tuple[Tensor, Tensor]:
     """The gradient of every unit as (U, O, D), D in the order (height, width, C), and its squared norm in float64.
 
-    ``x_NCHW`` is padded already. A unit's rows are neighbours. C counts the channels of a group.
+    ``x_NCHW`` is padded already, and is all that the windows see. A unit's rows are neighbours. C counts a group's
+    channels.
 
     Guarantee: norms are right to a relative 3e-6, beyond squares that underflow. A unit is the work of one thread: no
     bit depends on their number.
@@ -73,7 +74,7 @@ def unit_gradients(
     reach = ((height - 1) * stride[0] + kernel[0], (width - 1) * stride[1] + kernel[1])
     fits = takes(x_NCHW, dy_NOHW, units=units, kernel=kernel, groups=groups)
     fits = fits and x_NCHW.shape[0] == rows and rows % units == 0
-    if not fits or reach[0] > x_NCHW.shape[2] or reach[1] > x_NCHW.shape[3]:
+    if not fits or reach != x_NCHW.shape[2:]:
         raise ArgumentError(
             f"x {tuple(x_NCHW.shape)} and dy {tuple(dy_NOHW.shape)} do not fit this kernel for {units} units, "
             f"kernel {kernel}, stride {stride}, groups {groups}. Use `takes` first."

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
 from dpvision.native import tanh as native_tanh
+from dpvision.native.channels_last import is_channels_last, laid_out
 
 
 class _Tanh(Function):
@@ -24,6 +25,7 @@ class _Tanh(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (y,) = ctx.saved_tensors
+        dy = laid_out(dy) if is_channels_last(y) else dy  # what follows tells layouts by the strides of its gradient
         return torch.ops.aten.tanh_backward(dy, y)
 
 

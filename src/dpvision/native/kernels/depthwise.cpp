@@ -1,7 +1,7 @@
 // Weight gradients of every privacy unit, for convolutions in which every channel has a kernel of its own.
 //
 // Two vectors of channels at a time. A line of outputs adds to the sums of one line of the kernel while these are in
-// registers; a few lines are added up in float32, those sums in double.
+// registers; a few lines, or a part of a long one, are added up in float32, those sums in double.
 #include <algorithm>
 
 #include "channels.h"
@@ -10,15 +10,15 @@
 namespace {
 
 constexpr int WIDE = 2;
-constexpr int64_t RUN = 128;  // positions that are added up in float32, and a line more
+constexpr int64_t RUN = 128;  // positions that are added up in float32, and at most as many more
 
-// One line of outputs against the lines of the input that one line of the kernel sees. TAPS is the kernel's width.
+// `count` outputs of a line against what one line of the kernel sees of the input. TAPS is the kernel's width.
 template <int TAPS, class Block>
-void add_line(const Block& block, const Windows& sizes, const float* x, const float* dy, float* sums) {
+void add_line(const Block& block, const Windows& sizes, const float* x, const float* dy, int64_t count, float* sums) {
     v8 sum[TAPS][Block::VECTORS];
     for (int k = 0; k < TAPS; k++)
         for (int v = 0; v < Block::VECTORS; v++) sum[k][v] = load(sums + (k * WIDE + v) * LANES);
-    for (int64_t j = 0; j < sizes.width; j++) {
+    for (int64_t j = 0; j < count; j++) {
         for (int v = 0; v < Block::VECTORS; v++) {
             const v8 g = block.get(dy, v);
             for (int k = 0; k < TAPS; k++) sum[k][v] += block.get(x + k * sizes.channels, v) * g;
@@ -48,12 +48,17 @@ void sum_block(const Block& block, const Windows& sizes, const float* x, const f
         for (int64_t i = 0; i < sizes.height; i++) {
             const float* line = x + row * sizes.row_stride + i * sizes.stride_height * sizes.line_stride;
             const float* outputs = dy + (row * sizes.height + i) * sizes.width * sizes.channels;
-            for (int64_t k = 0; k < sizes.kernel_height; k++)
-                add_line<TAPS>(block, sizes, line + k * sizes.line_stride, outputs, sums + k * TAPS * WIDE * LANES);
-            run += sizes.width;
-            if (run >= RUN) {
-                flush(taps, sums, totals);
-                run = 0;
+            for (int64_t j = 0; j < sizes.width; j += RUN) {
+                const int64_t count = std::min(RUN, sizes.width - j);
+                const float* seen = line + j * sizes.stride_width * sizes.channels;
+                for (int64_t k = 0; k < sizes.kernel_height; k++)
+                    add_line<TAPS>(block, sizes, seen + k * sizes.line_stride, outputs + j * sizes.channels, count,
+                                   sums + k * TAPS * WIDE * LANES);
+                run += count;
+                if (run >= RUN) {
+                    flush(taps, sums, totals);
+                    run = 0;
+                }
             }
         }
     flush(taps, sums, totals);
