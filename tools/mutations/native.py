@@ -63,7 +63,7 @@ NATIVE = (
         "native/kernels/depthwise.cpp",
         ("squares of the last entry only", "squares += double(entry)", "squares = double(entry)"),
         ("sums of one unit reach the next", "    std::fill_n(totals, taps * WIDE * LANES, 0.0);\n", ""),
-        ("a long sum stays in float32", "if (run >= RUN) {", "if (false) {"),
+        ("a long sum stays in float32", "if (run >= RUN) {", "if (run >= RUN << 40) {"),
         ("only a unit's first row counts", "row < sizes.rows_per_unit", "row < 1"),
     ),
     *mutations(
