@@ -34,7 +34,11 @@ class Times:
 
 
 def time_contenders(contenders: Sequence[Contender], workload: Workload, *, repeats: int, progress: Progress) -> Times:
-    """Every contender once for warming up, then ``repeats`` rounds in which each has one turn, in a new order."""
+    """Every contender once for warming up, then ``repeats`` rounds in which each has one turn, in a new order.
+
+    Those with short steps are made anew for every round: where in memory a model and its rows happen to lie makes two
+    equal contenders differ by up to a tenth.
+    """
     times = Times()
     if any(one.compiles for one in contenders):
         torch.compiler.reset()
@@ -42,13 +46,31 @@ def time_contenders(contenders: Sequence[Contender], workload: Workload, *, repe
     ready = {name: step for name, step in steps.items() if step is not None}
     order = torch.Generator().manual_seed(0)
     for number in range(repeats):
+        in_turn = [contenders[index] for index in torch.randperm(len(contenders), generator=order).tolist()]
+        _renew([one for one in in_turn if _is_renewed(one, times)], workload, ready, times)
         gc.collect()
-        for index in torch.randperm(len(contenders), generator=order).tolist():
-            name = contenders[index].name
+        for name in (one.name for one in in_turn):
             if name in ready:
                 progress(f"{workload.title}: round {number + 1} of {repeats}, {name}")
                 _take_turn(name, ready, times)
     return times
+
+
+def _is_renewed(one: Contender, times: Times) -> bool:
+    """Whether it has taken short steps and is soon made: peers and compilers may take minutes."""
+    seconds = times.seconds.get(one.name, [])
+    return bool(seconds) and seconds[-1] < _TURN_SECONDS and one.kind != "peer" and not one.compiles
+
+
+def _renew(some: Sequence[Contender], workload: Workload, ready: dict[str, Step], times: Times) -> None:
+    """Let all of them go, then make them again in this order."""
+    for one in some:
+        del ready[one.name]
+    gc.collect()
+    for one in some:
+        step = _warmed_up(one, workload, times, lambda _: None)
+        if step is not None:
+            ready[one.name] = step
 
 
 def _warmed_up(one: Contender, workload: Workload, times: Times, progress: Progress) -> Step | None:
