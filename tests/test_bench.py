@@ -150,6 +150,26 @@ def test_short_steps_are_taken_several_at_a_time(seconds: float, steps: int) -> 
     assert times.seconds["one"] == pytest.approx([seconds, seconds])
 
 
+@pytest.mark.parametrize(
+    ("seconds", "facts", "made"),
+    [(0.05, {}, 3), (0.2, {}, 1), (0.05, {"kind": "peer"}, 1), (0.05, {"compiles": True}, 1)],
+)
+def test_contenders_with_short_steps_are_made_anew_for_every_round(
+    seconds: float, facts: dict[str, Any], made: int
+) -> None:
+    """Their place in memory is luck; peers and compilers take too long."""
+    count: list[None] = []
+
+    def make(_: Workload) -> Callable[[], float]:
+        count.append(None)
+        return lambda: seconds
+
+    one = replace(made_up("one", lambda: None), **{"kind": "private", "make": make, **facts})
+    times = time_contenders([one], TINY, repeats=3, progress=silent)
+    assert len(count) == made
+    assert len(times.seconds["one"]) == 3
+
+
 @pytest.mark.parametrize("last_good_step", [0, 2])
 def test_a_failing_contender_is_a_row_that_says_why_and_stops_nobody(last_good_step: int) -> None:
     taken: list[None] = []
