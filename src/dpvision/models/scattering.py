@@ -149,7 +149,7 @@ class Scattering(nn.Module):
         """Scatter each colour on its own."""
         if tuple(x_NCHW.shape[-2:]) != self.image_size:
             raise ArgumentError(f"pictures must be {self.image_size} pixels, got {tuple(x_NCHW.shape[-2:])}.")
-        # On the way, a picture takes forty times its features' memory: a few at a time.
+        # On the way, a picture takes many times its features' memory: a few at a time.
         return torch.cat([self._scattered(some) for some in x_NCHW.split(_TOGETHER)])
 
     def _scattered(self, x_NCHW: Tensor) -> Tensor:
