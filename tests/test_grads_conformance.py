@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.grads import clipped_sum, oracle, reference
-from dpvision.grads.rules import rule_for
+from dpvision.grads.rules import conv, rule_for
 from dpvision.models.layers import ScalarGain, WSConv2d
 from grads_support import relative_error, wavy_loss
 
@@ -165,6 +165,31 @@ def test_every_rule_agrees_with_the_loop_over_single_units(
             # Rounding: 1e-10 leaves room for sums over thousands of terms; 1e-4 for their float32 counterparts.
             assert relative_error(found.gradients, true.gradients) <= tolerance
             assert all(gradient.dtype == dtype for gradient in found.gradients.values())
+
+
+@pytest.mark.parametrize("pictures", [1, 2, 1000])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_sums_without_formed_gradients_do_not_depend_on_how_many_pictures_are_taken_at_a_time(
+    pictures: int, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(5, 4, side, side, generator=generator) for side in (9, 3))
+    if channels_last:
+        x, dy = (each.to(memory_format=torch.channels_last) for each in (x, dy))
+    weight = torch.zeros(4, 2, 3, 3)
+    geometry = conv.Correlation(weight, (3, 3), (2, 2), (2, 2), 2)
+    x = conv.seen_by(geometry, x, dy)
+    factor_U = torch.rand(5, dtype=torch.float64, generator=generator)
+    dead_U = torch.tensor([False, True, False, False, False])
+    x[1] = torch.nan
+    monkeypatch.setattr(conv, "_WINDOW_NUMBERS", pictures * 9 * 18 * 2)
+    found = conv.Correlated(x, dy, geometry, 5).weighted_sum(factor_U, dead_U)
+    step = (2, 2), (0, 0), (2, 2), False, (0, 0), 2
+    scaled = dy.double() * factor_U.masked_fill(dead_U, 0.0)[:, None, None, None]
+    _, true, _ = torch.ops.aten.convolution_backward(
+        scaled, x.double().nan_to_num(), weight.double(), None, *step, (False, True, False)
+    )
+    torch.testing.assert_close(found.double(), true, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", LAYERS)

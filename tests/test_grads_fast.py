@@ -23,7 +23,7 @@ from dpvision.grads import (
 from dpvision.grads.admission import plan_for
 from dpvision.grads.engine import Rows
 from dpvision.grads.fast import fast_twin, holding
-from dpvision.grads.fast.conv import Winograd, WinogradConv2d, WinogradWSConv2d
+from dpvision.grads.fast.conv import HeldWSConv2d, Winograd, WinogradConv2d, WinogradWSConv2d
 from dpvision.grads.fast.norm import FusedNorm
 from dpvision.models.layers import WSConv2d
 from grads_support import PaddedDraw, distance, relative_error, total_norm, wavy_loss
@@ -419,6 +419,28 @@ def test_filters_that_are_not_kept_change_no_bit(name: str, monkeypatch: pytest.
     assert transformed
     assert len(set(map(id, transformed))) == 1
     assert all(torch.equal(kept[name], anew[name]) for name in kept)
+
+
+def bottlenecks() -> nn.Sequential:
+    """Standardised convolutions that Winograd's method does not take; the third one's norms come from Gram matrices."""
+    layers = (WSConv2d(3, 16, 3, stride=2), WSConv2d(16, 64, 1, bias=False), WSConv2d(64, 96, 3, stride=2, groups=2))
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.SiLU())), nn.Flatten(), nn.Linear(384, 2))
+
+
+@needs_kernels
+@pytest.mark.parametrize("per_unit", [1, 2])
+def test_standardised_filters_that_are_made_anew_change_no_bit(per_unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, y) = seeded(bottlenecks), rows(6, 8)
+    kept = sums(model, Rows(x, y, per_unit), NATIVE)
+    made: list[None] = []
+    right = HeldWSConv2d.filters
+    monkeypatch.setattr(HeldWSConv2d, "filters", lambda layer: made.append(None) or right(layer))
+    monkeypatch.setattr(holding, "_MOST_STANDARDISED_BYTES", 0)
+    assert twin_of(model, Rows(x, y, per_unit)) is not None
+    anew = sums(model, Rows(x, y, per_unit), NATIVE)
+    assert len(made) == 5  # forward and backward of three layers, but nobody asks for the gradient of pictures
+    assert all(torch.equal(kept[name], anew[name]) for name in kept)
+    assert relative_error(anew, sums(model, Rows(x, y, per_unit), PLAIN)) <= TOLERANCE
 
 
 @needs_kernels

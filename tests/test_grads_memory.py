@@ -134,13 +134,21 @@ def test_what_a_share_holds_is_gone_before_the_next_one_is_added() -> None:
     assert alive == [4, 3, 2, 1]
 
 
-def test_what_a_share_made_of_itself_is_gone_before_the_next_one_is_compared() -> None:
+def test_what_a_share_made_of_itself_is_gone_before_the_next_one_is_compared_for_the_last_unit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     everyone, alive = weakref.WeakSet[Watched](), list[int]()
     model = nn.ParameterList([torch.zeros(3) for _ in range(4)])
     shares: dict[nn.Parameter, Share] = {parameter: Watched(everyone, alive) for parameter in model.parameters()}
-    alone = [{name: torch.zeros_like(value) for name, value in model.named_parameters()} for _ in range(2)]
-    plan._compared(model, plan.UnitGradients(shares, 0), 2, alone)
-    assert sorted(set(alive), reverse=True) == [4, 3, 2, 1]
+
+    def alone(*_: object) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+
+    monkeypatch.setattr(plan, "_gradients_alone", alone)
+    probe = next(rows(2).microbatches(2))
+    empty = plan.Plan(plan.Exceptions(), {}, 0, channels_last=False)
+    plan._compared(model, cross_entropy, probe, empty, plan.UnitGradients(shares, 0))
+    assert alive == [4] * 8 + [4, 4, 3, 3, 2, 2, 1, 1]  # two looks at each share, for one unit and for the other
 
 
 @pytest.mark.skipif(not available(), reason="no native kernels here")
@@ -189,6 +197,42 @@ def test_a_large_model_gives_memory_back_and_the_same_sum(monkeypatch: pytest.Mo
     large = clipped_sum_of_batch(model, cross_entropy, batch, clip_norm=0.5, performance=performance)
     assert given == [True]  # once a step
     assert all(torch.equal(small.gradients[name], large.gradients[name]) for name in small.gradients)
+
+
+def test_memory_is_given_back_whenever_enough_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(memory, "give_back_freed_memory", lambda: given.append(True))
+    giving_back = memory.GivingBack()
+    for _ in range(8):
+        giving_back.replaced(1 << 27)  # half of what it takes
+    assert len(given) == 4
+
+
+def test_only_new_sums_give_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[bool] = []
+    monkeypatch.setattr(memory, "give_back_freed_memory", lambda: given.append(True))
+    monkeypatch.setattr(memory, "_WORTH_GIVING_BACK", 1)
+    layer, totals, ones = nn.Linear(3, 2), Totals(), torch.ones(4, dtype=torch.float64)
+    for expected in (2, 2, 2):  # once for each parameter, in the first micro-batch alone
+        shares: dict[nn.Parameter, Share] = {
+            layer.weight: Kept(torch.randn(4, 2, 3)),
+            layer.bias: Kept(torch.randn(4, 2)),
+        }
+        totals.add(shares, {layer.weight: ones, layer.bias: ones}, None)
+        assert len(given) == expected
+
+
+@pytest.mark.parametrize(("held_bytes", "units"), [(1 << 20, 64), (100 << 20, 4), (400 << 20, 2), (3 << 30, 1)])
+def test_a_few_units_of_a_large_model_may_take_as_much_as_its_sums(held_bytes: int, units: int) -> None:
+    like = next(rows(1).microbatches(1))
+    network = nn.Linear(1 << 10, 1 << 7)  # its sums take a MiB, which is nothing beside what a micro-batch may take
+    found = plan.Plan(plan.Exceptions(), {}, held_bytes, channels_last=False)
+    performance = Performance(memory_mib=64 if held_bytes == 1 << 20 else 256)
+    assert engine._microbatch_size(found, network, like, performance) == units
+    with torch.device("meta"):
+        large = nn.Linear(1 << 14, 1 << 14)  # 2 GiB of sums
+    expected = {1 << 20: 64, 100 << 20: 4, 400 << 20: 4, 3 << 30: 1}[held_bytes]
+    assert engine._microbatch_size(found, large, like, performance) == expected
 
 
 @pytest.mark.parametrize("library", ["glibc", ""])

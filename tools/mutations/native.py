@@ -88,6 +88,27 @@ NATIVE = (
         ("tiny gradients have no norm", "self._squares_U + underflow(formed_UOD.flatten(1))", "self._squares_U"),
     ),
     *mutations(
+        "test_grads_conformance",
+        "grads/rules/conv.py",
+        (
+            "only the last pictures' gradients are added",
+            "total_GOD.baddbmm_(g_GTO.mT, a_GTD)",
+            "torch.bmm(g_GTO.mT, a_GTD)",
+        ),
+    ),
+    *mutations(
+        "test_native_pull_back",
+        "native/kernels/pull_back.cpp",
+        ("the rest of a filter has no part in its mean", "        sums[i % LANES] += e[i];\n", ""),
+        ("filters that hardly vary lose their length", " * filter.live", ""),
+        (
+            "windows' order is taken for a weight's",
+            "if (channels_inside) to_weight_order",
+            "if (false) to_weight_order",
+        ),
+        ("every filter has the first one's weights", "weight_OD + o * entries", "weight_OD"),
+    ),
+    *mutations(
         "test_native_filter_moments",
         "native/kernels/filter_moments.cpp",
         ("the rest of a filter has no moments", "z + i, count - i);", "z + i, 0);"),

@@ -105,7 +105,33 @@ OPTIMIZERS = (
     *mutations(
         "test_optim_watch",
         "optim/watch.py",
-        ("only version counters are watched", "_equal_bits(now[name], self._copies[name])", "now[name]._version == 0"),
+        ("only version counters are watched", "self._left[name].is_still(now[name])", "now[name]._version == 0"),
+    ),
+    *mutations(
+        "test_optim_fingerprint",
+        "optim/watch.py",
+        ("large weights moved by hand pass", "torch.equal(self._bits, fingerprint(tensor))", "True"),
+        ("moved weights are saved", "        self.check()\n        return {name", "        return {name"),
+    ),
+    *mutations(
+        "test_optim_fingerprint",
+        "optim/fingerprint.py",
+        (
+            "the last words of a large tensor are not watched",
+            "sums_R[-1] = (rest * keys_W[: rest.numel()]).sum()",
+            "sums_R[-1] = 0",
+        ),
+        ("all words have one key", "some_RW * keys_W, 1", "some_RW * keys_W[0], 1"),
+        ("even keys forget high bits", "dtype=np.int64) | 1", "dtype=np.int64) << 32"),
+    ),
+    *mutations(
+        "test_optim_fingerprint",
+        "optim/optimizer.py",
+        (
+            "gradients stay for the next part",
+            "                    self._parameters[name].grad = None\n",
+            "                    pass\n",
+        ),
     ),
     *mutations(
         "test_optim_settings",

@@ -129,7 +129,11 @@ def _each_microbatch(
 
 def _is_large(model: nn.Module) -> bool:
     """Whether sums of all parameters take enough memory to look after it."""
-    return sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
+    return _numbers(model) >= _LARGE
+
+
+def _numbers(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performance: Performance) -> int:
@@ -137,8 +141,10 @@ def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performan
     if performance.microbatch_size is not None:
         return performance.microbatch_size
     memory, unit = performance.memory_mib * 2**20, max(1, plan.bytes_per_unit)
-    # One unit at a time would leave threads idle and pay every layer's fixed cost: a few may take more.
-    fitting = max(memory // unit, min(_FEW, 4 * memory // unit))
+    # One unit at a time would leave threads idle and pay every layer's fixed cost: a few may take more, and as much as
+    # the sums that they are added to.
+    sums = 8 * _numbers(network)
+    fitting = max(memory // unit, min(_FEW, max(4 * memory, sums) // unit))
     # Whole multiples of eight, or of two, share evenly among threads.
     # What a model works with between its layers is not counted, and may be much for pictures (a scattering transform).
     most = _MOST_FEATURE_ROWS if like.inputs.dim() == 2 or _only_linear(network) else _MOST_PICTURES

@@ -79,14 +79,10 @@ def search(
 
     ``twin`` is tried first, and used only if it gives these very gradients.
     """
-    units = range(probe.row_weights_UR.shape[0])
     with restored(model), same_draws(probe.inputs.device), evaluation_mode(model, when=evaluate):
         _shapes(model, loss_fn, probe, duties_of(model, Exceptions()))
-        alone = [_gradients_alone(model, loss_fn, probe, unit) for unit in units]
-        plan, wrong = _search_twin(model, twin, loss_fn, probe, alone), []
-        if plan is None:
-            plan, wrong = _search_formats(model, loss_fn, probe, alone, channels_last=channels_last)
-    return Found(plan, wrong, all(math.isfinite(_norm(one)) for one in alone))
+        found = _search_twin(model, twin, loss_fn, probe)
+        return found or _search_formats(model, loss_fn, probe, channels_last=channels_last)
 
 
 def _gradients_alone(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, unit: int) -> dict[str, Tensor]:
@@ -105,37 +101,29 @@ def _gradients_alone(model: nn.Module, loss_fn: LossFunction, probe: Microbatch,
     return dict(zip(parameters, found, strict=True))
 
 
-def _search_twin(
-    model: nn.Module, twin: nn.Module | None, loss_fn: LossFunction, probe: Microbatch, alone: list[dict[str, Tensor]]
-) -> Plan | None:
+def _search_twin(model: nn.Module, twin: nn.Module | None, loss_fn: LossFunction, probe: Microbatch) -> Found | None:
     """The fast twin, if it works for this model in the usual way and gives the model's gradients."""
     if twin is None:
         return None
-    channels_last = _channels_last_pays(model)
-    probe = with_channels_last(probe) if channels_last else probe
     give_back_freed_memory()
     try:
-        layouts, misfits = _find_layouts(twin, loss_fn, probe, duties_of(twin, Exceptions()))
-        plan = Plan(Exceptions(), layouts, 0, channels_last, twin)
-        memory, wrong = (0, misfits) if misfits else _try_out(model, loss_fn, probe, plan, alone)
+        found = _tried_out(model, loss_fn, probe, Plan(Exceptions(), {}, 0, _channels_last_pays(model), twin))
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, DPVisionError):
         return None  # the model itself is examined next, and refused there if it must be
-    return None if wrong else replace(plan, bytes_per_unit=memory)
+    return None if found.wrong else found
 
 
-def _search_formats(
-    model: nn.Module, loss_fn: LossFunction, probe: Microbatch, alone: list[dict[str, Tensor]], *, channels_last: bool
-) -> tuple[Plan, list[str]]:
+def _search_formats(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, *, channels_last: bool) -> Found:
     """The faster memory format, unless the model can't take it: some reshape in ways that depend on it."""
     pictures = probe.inputs.dim() == 4 and probe.inputs.device.type == "cpu"
     if channels_last and pictures and _channels_last_pays(model):
         try:
-            plan, wrong = _search(model, loss_fn, with_channels_last(probe), alone, channels_last=True)
+            found = _search(model, loss_fn, probe, channels_last=True)
         except RuntimeError:
-            plan, wrong = None, []
-        if plan is not None and not wrong:
-            return plan, wrong
-    return _search(model, loss_fn, probe, alone, channels_last=False)
+            found = None
+        if found is not None and not found.wrong:
+            return found
+    return _search(model, loss_fn, probe, channels_last=False)
 
 
 def _channels_last_pays(model: nn.Module) -> bool:
@@ -144,23 +132,14 @@ def _channels_last_pays(model: nn.Module) -> bool:
     return any(type(module) is not nn.Linear for module in owners)
 
 
-def _search(
-    model: nn.Module, loss_fn: LossFunction, probe: Microbatch, alone: list[dict[str, Tensor]], *, channels_last: bool
-) -> tuple[Plan, list[str]]:
+def _search(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, *, channels_last: bool) -> Found:
     """Hand parameters upwards until all gradients are right; what is still wrong at the end is named."""
     exceptions = Exceptions()
     while True:
-        duties = duties_of(model, exceptions)
-        layouts, misfits = _find_layouts(model, loss_fn, probe, duties)
-        plan, wrong = Plan(exceptions, layouts, 0, channels_last), misfits
-        if not misfits:
-            memory, wrong = _try_out(model, loss_fn, probe, plan, alone)
-            plan = replace(plan, bytes_per_unit=memory)
-        if not wrong:
-            return plan, []
-        further = _hand_up(model, exceptions, duties, wrong)
+        found = _tried_out(model, loss_fn, probe, Plan(exceptions, {}, 0, channels_last))
+        further = _hand_up(model, exceptions, duties_of(model, exceptions), found.wrong) if found.wrong else None
         if further is None:
-            return plan, wrong
+            return found
         exceptions = further
 
 
@@ -207,47 +186,55 @@ def _shapes(
     return [Shapes.of(call) for call in calls]
 
 
-def _try_out(
-    model: nn.Module, loss_fn: LossFunction, probe: Microbatch, plan: Plan, alone: list[dict[str, Tensor]]
-) -> tuple[int, list[str]]:
-    """Bytes that a unit holds, and the parameters whose gradients are not those of a unit by itself."""
+def _tried_out(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, plan: Plan) -> Found:
+    """The plan with its layouts and the bytes that a unit holds, beside the parameters that it gets wrong."""
     network = plan.network(model)
+    duties = duties_of(network, plan.exceptions)
+    arranged = plan.arranged(probe)
+    layouts, misfits = _find_layouts(network, loss_fn, arranged, duties)
+    plan = replace(plan, layouts=layouts)
+    if misfits:
+        return Found(plan, misfits, proved=False)
     give_back_freed_memory()  # of other shapes: a large model's would lie beside what comes
     with held_through_step(network):
-        step = unit_gradients(network, loss_fn, probe, duties_of(network, plan.exceptions), plan.layouts)
-        return _compared(model, step, probe.row_weights_UR.shape[0], alone)
+        step = unit_gradients(network, loss_fn, arranged, duties, plan.layouts)
+        return _compared(model, loss_fn, probe, plan, step)
+
+
+def _compared(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, plan: Plan, step: UnitGradients) -> Found:
+    """Compare a step with each unit by itself, one unit after the other: their gradients are not held side by side.
+
+    It uses the step up.
+    """
+    units = probe.row_weights_UR.shape[0]
+    wrong, held, proved = dict[str, None](), 0, True
+    for unit in range(units):
+        alone = _gradients_alone(model, loss_fn, probe, unit)
+        size = _norm(alone)
+        proved &= math.isfinite(size)
+        for name, parameter in trainable(model).items():
+            share = step.shares.get(parameter)
+            if math.isfinite(size) and not _right(share, alone.pop(name), size, unit=unit, units=units):
+                wrong[name] = None
+            if unit == units - 1:
+                held += 0 if share is None else share.held_bytes
+                step.shares.pop(parameter, None)
+    bytes_per_unit = (step.activation_bytes + held) // units
+    return Found(
+        replace(plan, bytes_per_unit=bytes_per_unit), [name for name in trainable(model) if name in wrong], proved
+    )
 
 
 @torch.no_grad()
-def _compared(
-    model: nn.Module, step: UnitGradients, units: int, alone: list[dict[str, Tensor]]
-) -> tuple[int, list[str]]:
-    """As ``_try_out``. It uses the step up: what a share made of itself to be compared is gone before the next one."""
-    sizes, wrong, held = [_norm(one) for one in alone], list[str](), 0
-    for name, parameter in trainable(model).items():
-        share = step.shares.pop(parameter, None)
-        if not _right(share, [one[name] for one in alone], sizes):
-            wrong.append(name)
-        held += 0 if share is None else share.held_bytes
-    return (step.activation_bytes + held) // units, wrong
-
-
-def _right(share: Share | None, alone: list[Tensor], sizes: list[float]) -> bool:
-    """Whether a share's norms and sums are those of single units, up to rounding and flips at kinks."""
-    units = len(alone)
-    tolerance = _TOLERANCE.get(alone[0].dtype, 0.3)
-    norms = [0.0] * units if share is None else share.norms_sq().sqrt().tolist()
-    for unit, (gradient, size) in enumerate(zip(alone, sizes, strict=True)):
-        if not math.isfinite(size):
-            continue
-        only = torch.zeros(units, dtype=torch.float64, device=gradient.device)
-        only[unit] = 1.0
-        found = torch.zeros_like(gradient) if share is None else share.finish(share.add_weighted_sum(None, only, None))
-        true_norm = _length(gradient)
-        room = tolerance * (true_norm + size / 100) + _NOTHING
-        if not _length(found.sub_(gradient)) <= room or not abs(norms[unit] - true_norm) <= room:
-            return False
-    return True
+def _right(share: Share | None, alone: Tensor, size: float, *, unit: int, units: int) -> bool:
+    """Whether a share's norm and gradient of one unit are what it has by itself, up to rounding and flips at kinks."""
+    only = torch.zeros(units, dtype=torch.float64, device=alone.device)
+    only[unit] = 1.0
+    found = torch.zeros_like(alone) if share is None else share.finish(share.add_weighted_sum(None, only, None))
+    norm = 0.0 if share is None else float(share.norms_sq()[unit].sqrt())
+    true_norm = _length(alone)
+    room = _TOLERANCE.get(alone.dtype, 0.3) * (true_norm + size / 100) + _NOTHING
+    return _length(found.sub_(alone)) <= room and abs(norm - true_norm) <= room
 
 
 def _norm(gradients: dict[str, Tensor]) -> float:

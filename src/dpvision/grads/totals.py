@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.grads.shares import Finish, Share
+from dpvision.native.memory import GivingBack
 
 
 @final
@@ -21,6 +22,7 @@ class Totals:
     def __init__(self) -> None:
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._finish: dict[nn.Parameter, Finish] = {}
+        self._giving_back = GivingBack()
 
     @torch.no_grad()
     def add(
@@ -32,11 +34,14 @@ class Totals:
         the next micro-batch is run.
         """
         for parameter in list(shares):
-            share = shares.pop(parameter)
-            if parameter not in self._finish:
+            share, is_new = shares.pop(parameter), parameter not in self._finish
+            if is_new:
                 # The first micro-batch's will do: it depends on weights alone, which are the same for all of them.
                 self._finish[parameter] = share.finish
             self._sums[parameter] = share.add_weighted_sum(self._sums.get(parameter), factors[parameter], dead_U)
+            del share
+            if is_new:
+                self._giving_back.replaced(self._sums[parameter].nbytes)
 
     @torch.no_grad()
     def gradients(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:

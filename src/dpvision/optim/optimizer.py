@@ -16,6 +16,8 @@ from dpvision.optim.settings import AveragingSettings, OptimizerSettings, Schedu
 from dpvision.optim.watch import Watch
 
 _RULE, _AVERAGE = "optimizer", "average"
+_AT_ONCE = 1 << 24
+"""Numbers of parameters that are moved at once."""
 
 
 @final
@@ -49,6 +51,7 @@ class Optimizer:
             schedule or ScheduleSettings(), base_rate=settings.learning_rate, total_steps=total_steps
         )
         self._average = Average(averaging or AveragingSettings(), self._parameters)
+        self._together = _sets({name: value.numel() for name, value in self._parameters.items()})
         self._rule = _torch_optimizer(self._parameters.values(), settings)
         self._watch = Watch(model, buffers=private)  # ordinary training may have moving BatchNorm statistics
         self._takes = PrivateGrad if private else OrdinaryGrad
@@ -117,9 +120,12 @@ class Optimizer:
         for group in self._rule.param_groups:
             group["lr"] = rate
         try:
-            for name, parameter in self._parameters.items():
-                parameter.grad = gradients[name].to(parameter)
-            self._rule.step()
+            for names in self._together:
+                for name in names:
+                    self._parameters[name].grad = gradients[name].to(self._parameters[name])
+                self._rule.step()  # moves what has a gradient
+                for name in names:
+                    self._parameters[name].grad = None
         finally:
             for parameter in self._parameters.values():
                 parameter.grad = None
@@ -176,6 +182,23 @@ class Optimizer:
                 f"the saved state does not fit this model and these settings: {', '.join(wrong)} missing, unknown or "
                 "of another shape. Resume with the settings of the saved run."
             )
+
+
+def _sets(sizes: Mapping[str, int]) -> list[list[str]]:
+    """What is moved at once: all parameters of most models, and a large one's in parts.
+
+    Each parameter moves by itself, so that this changes nothing but memory: gradients in the parameters' own type lie
+    beside those that came in.
+    """
+    sets: list[list[str]] = [[]]
+    numbers = 0
+    for name, size in sizes.items():
+        if sets[-1] and numbers + size > _AT_ONCE:
+            sets.append([])
+            numbers = 0
+        sets[-1].append(name)
+        numbers += size
+    return sets
 
 
 def _torch_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:

@@ -179,14 +179,74 @@ class WinogradWSConv2d(Winograd):
         )
 
 
+class _ConvolveAnew(Function):
+    """A convolution whose filters are made for the forward pass and again for the input gradient, and not kept.
+
+    The weight is an input only so that the output has a gradient: none flows to it.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x_NCHW: Tensor, weight: Tensor, bias_O: Tensor | None, layer: HeldWSConv2d
+    ) -> Tensor:
+        del weight
+        ctx.layer = layer
+        ctx.save_for_backward(x_NCHW)
+        return layer.convolve(x_NCHW, layer.filters(), bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_NOHW: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        (x_NCHW,) = ctx.saved_tensors
+        return ctx.layer.input_gradient(x_NCHW, dy_NOHW), None, None, None
+
+
 @final
 class HeldWSConv2d(ConvStandIn):
-    """Stands in for a ``WSConv2d`` that Winograd's method does not take: its filters are standardised once a step."""
+    """Stands in for a ``WSConv2d`` that Winograd's method does not take: its filters are standardised once a step.
 
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Convolve."""
+    Those of a large model take as much memory as all its weights, and are made anew wherever they are used.
+    """
+
+    @property
+    def filter_bytes(self) -> int:
+        """What it takes to keep the filters."""
+        return self.layer.weight.nbytes
+
+    def make_anew(self) -> None:
+        """Keep no filters in this step."""
+        self._held["anew"] = True
+
+    @property
+    def _standardised(self) -> WSConv2d:
         layer = self.layer
         if not isinstance(layer, WSConv2d):
             raise TypeError(f"not a WSConv2d: {type(layer).__name__}")
-        weight = self.derived("weight", lambda: self.used_weight().requires_grad_())
-        return F.conv2d(layer.pad(x_NCHW), weight, layer.bias, stride=layer.stride, groups=layer.groups)
+        return layer
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """Convolve."""
+        layer = self._standardised
+        padded = layer.pad(x_NCHW)
+        if "anew" in self._held:
+            return _ConvolveAnew.apply(padded, layer.weight, layer.bias, self)
+        return self.convolve(padded, self.derived("weight", lambda: self.used_weight().requires_grad_()), layer.bias)
+
+    def filters(self) -> Tensor:
+        """The standardised filters, made of what is kept of them: a mean and a scale each."""
+        return self.facts().standardisation.used_OD.view_as(self.layer.weight)
+
+    def convolve(self, x_NCHW: Tensor, weight: Tensor, bias_O: Tensor | None) -> Tensor:
+        """The layer's convolution of a padded input with such filters."""
+        layer = self._standardised
+        return F.conv2d(x_NCHW, weight, bias_O, stride=layer.stride, groups=layer.groups)
+
+    def input_gradient(self, x_NCHW: Tensor, dy_NOHW: Tensor) -> Tensor:
+        """What ``convolve``'s output gradient means for its input."""
+        layer = self._standardised
+        step = (layer.stride,) * 2, (0, 0), (1, 1), False, (0, 0), layer.groups
+        return torch.ops.aten.convolution_backward(dy_NOHW, x_NCHW, self.filters(), None, *step, (True, False, False))[
+            0
+        ]

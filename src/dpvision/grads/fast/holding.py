@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TypeVar
 
 from torch import nn
 
-from dpvision.grads.fast.conv import Winograd
+from dpvision.grads.fast.conv import HeldWSConv2d, Winograd
 from dpvision.grads.fast.stand_in import StandIn
 from dpvision.native.winograd import SharedMemory
 
 _MOST_FILTER_BYTES: Final = 1 << 28
 """Transformed filters take eight times as much as their weights: a large model's are not all kept."""
+
+_MOST_STANDARDISED_BYTES: Final = 1 << 26
+"""Standardised filters take as much as their weights, and are soon made anew."""
+
+L = TypeVar("L", Winograd, HeldWSConv2d)
 
 
 @contextmanager
@@ -23,6 +29,8 @@ def held_through_step(network: nn.Module) -> Iterator[None]:
     for layer in layers:
         layer.hold()
     _share_memory([layer for layer in layers if isinstance(layer, Winograd)])
+    for layer in _beyond([layer for layer in layers if isinstance(layer, HeldWSConv2d)], _MOST_STANDARDISED_BYTES):
+        layer.make_anew()
     try:
         yield
     finally:
@@ -31,9 +39,13 @@ def held_through_step(network: nn.Module) -> Iterator[None]:
 
 
 def _share_memory(layers: list[Winograd]) -> None:
-    """The smallest filters are kept, because they are used for the most pixels; the others share one place."""
-    memory, room = SharedMemory(), _MOST_FILTER_BYTES
-    for layer in sorted(layers, key=lambda one: one.filter_bytes):
-        room -= layer.filter_bytes
-        if room < 0:
-            layer.share(memory)
+    memory = SharedMemory()
+    for layer in _beyond(layers, _MOST_FILTER_BYTES):
+        layer.share(memory)
+
+
+def _beyond(layers: list[L], room: int) -> list[L]:
+    """Those for whose filters there is no room: the smallest are kept, because they are used for the most pixels."""
+    ordered = sorted(layers, key=lambda one: one.filter_bytes)
+    taken = itertools.accumulate(one.filter_bytes for one in ordered)
+    return [one for one, so_far in zip(ordered, taken, strict=True) if so_far > room]

@@ -123,21 +123,13 @@ class Correlated(Share):
         if self._formed_UOD is not None:
             total_OD = Kept(self._formed_UOD).weighted_sum(factor_U, dead_U)
             return geometry.from_order(total_OD, channels_inside=self.channels_inside)
+        x_NCS, dy_NOS = without_dead(self._x, dead_U), scale_by_unit(without_dead(self._dy, dead_U), factor_U)
+        if channels_inside(x_NCS) and x_NCS.device.type == "cpu":  # not self.channels_inside: leaving out may lay out
+            total_OD = _sum_by_products(x_NCS, dy_NOS, geometry)
+            return geometry.from_order(total_OD, channels_inside=True)
         dims = len(geometry.kernel)
-        _, gradient, _ = torch.ops.aten.convolution_backward(
-            scale_by_unit(without_dead(self._dy, dead_U), factor_U),
-            without_dead(self._x, dead_U),
-            geometry.weight,
-            None,
-            geometry.stride,
-            [0] * dims,
-            geometry.dilation,
-            False,
-            [0] * dims,
-            geometry.groups,
-            [False, True, False],
-        )
-        return gradient
+        step = geometry.stride, [0] * dims, geometry.dilation, False, [0] * dims, geometry.groups
+        return torch.ops.aten.convolution_backward(dy_NOS, x_NCS, geometry.weight, None, *step, [False, True, False])[1]
 
     def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
         if self._formed_UOD is None:
@@ -185,18 +177,39 @@ class Correlated(Share):
         """Windows (B, T, D) and output gradients (B, T, O) of some units, groups folded into B."""
         per_unit = self._dy.shape[0] // self._units
         rows = slice(first * per_unit, last * per_unit)
-        dy_NOS, groups = self._dy[rows], self._geometry.groups
-        a_BTD = self._geometry.windows(self._x[rows], tuple(dy_NOS.shape[2:]), last - first)
-        if channels_inside(dy_NOS):
-            g = dy_NOS.movedim(1, -1).reshape(last - first, -1, groups, dy_NOS.shape[1] // groups)
-            return a_BTD, g.transpose(1, 2).reshape(a_BTD.shape[0], a_BTD.shape[1], -1)
-        g = dy_NOS.reshape(last - first, per_unit, groups, dy_NOS.shape[1] // groups, -1)
-        return a_BTD, g.permute(0, 2, 3, 1, 4).reshape(a_BTD.shape[0], -1, a_BTD.shape[1]).mT
+        return _matrices(self._x[rows], self._dy[rows], self._geometry, last - first)
 
     def _chunks(self) -> list[tuple[int, int]]:
-        windows = self._dy[:, 0].numel() // self._units * (self._geometry.weight[0].numel() * self._geometry.groups)
-        size = max(1, _WINDOW_NUMBERS // max(1, windows))
-        return [(first, min(first + size, self._units)) for first in range(0, self._units, size)]
+        return _chunks(self._units, self._dy[:, 0].numel() // self._units, self._geometry)
+
+
+def _matrices(x_NCS: Tensor, dy_NOS: Tensor, geometry: Correlation, units: int) -> tuple[Tensor, Tensor]:
+    """Windows (B, T, D) and output gradients (B, T, O) of units, groups folded into B."""
+    groups, per_group = geometry.groups, dy_NOS.shape[1] // geometry.groups
+    a_BTD = geometry.windows(x_NCS, tuple(dy_NOS.shape[2:]), units)
+    if channels_inside(dy_NOS):
+        g = dy_NOS.movedim(1, -1).reshape(units, -1, groups, per_group)
+        return a_BTD, g.transpose(1, 2).reshape(a_BTD.shape[0], a_BTD.shape[1], -1)
+    g = dy_NOS.reshape(units, dy_NOS.shape[0] // units, groups, per_group, -1)
+    return a_BTD, g.permute(0, 2, 3, 1, 4).reshape(a_BTD.shape[0], -1, a_BTD.shape[1]).mT
+
+
+def _chunks(count: int, positions: int, geometry: Correlation) -> list[tuple[int, int]]:
+    """From where to where among ``count`` units or rows, of so many positions each, windows are formed at a time."""
+    size = max(1, _WINDOW_NUMBERS // max(1, positions * geometry.weight[0].numel() * geometry.groups))
+    return [(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def _sum_by_products(x_NCS: Tensor, dy_NOS: Tensor, geometry: Correlation) -> Tensor:
+    """The weight gradient of all rows together as (O, D): products of matrices with hardly any rows are what oneDNN's
+    convolutions are slow at, up to eight times where filters have many channels and pictures few pixels."""
+    total_GOD: Tensor | None = None
+    for first, last in _chunks(x_NCS.shape[0], dy_NOS[0, 0].numel(), geometry):
+        a_GTD, g_GTO = _matrices(x_NCS[first:last], dy_NOS[first:last], geometry, 1)
+        total_GOD = torch.bmm(g_GTO.mT, a_GTD) if total_GOD is None else total_GOD.baddbmm_(g_GTO.mT, a_GTD)
+    if total_GOD is None:
+        return dy_NOS.new_zeros(geometry.weight.shape[0], geometry.weight[0].numel())
+    return total_GOD.flatten(0, 1)
 
 
 def _pair(sizes: Sizes) -> tuple[int, int]:

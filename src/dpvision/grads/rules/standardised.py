@@ -24,6 +24,7 @@ from dpvision.grads.rules.registry import LayerCall, register
 from dpvision.grads.shares import Finish, Kept, Share, sum_by_unit, sum_of_squares, sum_over_space
 from dpvision.models.layers import WSConv2d
 from dpvision.native.filter_moments import filter_moments
+from dpvision.native.pull_back import pull_back
 
 _NUMBERS_AT_ONCE: Final = 1 << 18
 
@@ -60,13 +61,24 @@ class Standardisation:
     @property
     def z_OD(self) -> Tensor:
         """Each filter's direction: mean zero, length one where the variance counts."""
-        return (self.weight_OD - self.mean_O[:, None]) * self.s_O[:, None]
+        return (self.weight_OD - self.mean_O[:, None]).mul_(self.s_O[:, None])
+
+    @property
+    def used_OD(self) -> Tensor:
+        """The filters that the convolution uses, gain and all."""
+        return (self.weight_OD - self.mean_O[:, None]).mul_(self.scale_O[:, None])
 
     def pull_back(self, e: Tensor) -> Tensor:
         """The raw weight's gradient, from (…, O, D)."""
         z_OD = self.z_OD
         along = (e * z_OD).sum(-1, keepdim=True) * self.live_O[:, None]
         return (e - e.mean(-1, keepdim=True) - along * z_OD) * self.scale_O[:, None]
+
+    def pulled_back(self, e: Tensor) -> Tensor:
+        """``pull_back`` of a sum in a weight's shape, which is used up; it takes no further memory where it can."""
+        facts_O = (self.mean_O, self.s_O, self.scale_O, self.live_O)
+        found = pull_back(e, self.weight_OD, facts_O)
+        return self.pull_back_in_place(e.flatten(1)).view(e.shape) if found is None else found
 
     def pull_back_in_place(self, e_OD: Tensor) -> Tensor:
         """``pull_back`` in the memory of ``e_OD``, some filters at a time: a large layer's copies would add up."""
@@ -129,11 +141,7 @@ class Standardised(Share):
     def finish(self) -> Finish:
         facts, used = self._facts, self._used.finish
 
-        def pulled_back(total: Tensor) -> Tensor:
-            e = used(total)
-            return facts.pull_back_in_place(e.flatten(1)).view(e.shape)
-
-        return pulled_back
+        return lambda total: facts.pulled_back(used(total))
 
     def per_unit(self) -> Tensor:
         e_U = self._used.per_unit()
