@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.grads import clipped_sum, oracle, reference
-from dpvision.grads.rules import conv, rule_for
+from dpvision.grads.rules import LayerCall, conv, register, rule_for
+from dpvision.grads.shares import Kept, Share
 from dpvision.models.layers import ScalarGain, WSConv2d
 from grads_support import relative_error, wavy_loss
 
@@ -169,8 +170,9 @@ def test_every_rule_agrees_with_the_loop_over_single_units(
 
 @pytest.mark.parametrize("pictures", [1, 2, 1000])
 @pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("all_live", [False, True])
 def test_sums_without_formed_gradients_do_not_depend_on_how_many_pictures_are_taken_at_a_time(
-    pictures: int, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+    pictures: int, channels_last: bool, all_live: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(5, 4, side, side, generator=generator) for side in (9, 3))
@@ -180,16 +182,39 @@ def test_sums_without_formed_gradients_do_not_depend_on_how_many_pictures_are_ta
     geometry = conv.Correlation(weight, (3, 3), (2, 2), (2, 2), 2)
     x = conv.seen_by(geometry, x, dy)
     factor_U = torch.rand(5, dtype=torch.float64, generator=generator)
-    dead_U = torch.tensor([False, True, False, False, False])
-    x[1] = torch.nan
+    dead_U = torch.tensor([False, not all_live, False, False, False])
+    x[dead_U] = torch.nan
     monkeypatch.setattr(conv, "_WINDOW_NUMBERS", pictures * 9 * 18 * 2)
-    found = conv.Correlated(x, dy, geometry, 5).weighted_sum(factor_U, dead_U)
+    found = conv.Correlated(x, dy, geometry, 5).weighted_sum(factor_U, None if all_live else dead_U)
     step = (2, 2), (0, 0), (2, 2), False, (0, 0), 2
     scaled = dy.double() * factor_U.masked_fill(dead_U, 0.0)[:, None, None, None]
     _, true, _ = torch.ops.aten.convolution_backward(
         scaled, x.double().nan_to_num(), weight.double(), None, *step, (False, True, False)
     )
     torch.testing.assert_close(found.double(), true, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong_unit", [0, 1])
+def test_a_rule_that_is_wrong_for_one_unit_alone_is_not_used(wrong_unit: int) -> None:
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.shift
+
+    def shift(call: LayerCall) -> dict[str, Share]:
+        gradient = call.dy.clone()
+        gradient[wrong_unit] *= 2
+        return {"shift": Kept(gradient)}
+
+    register(Shift, rule=shift, parameters=("shift",))
+    model = nn.Sequential(Shift(), nn.Linear(5, 3))
+    inputs, targets = torch.randn(2, 5), torch.rand(2)
+    found = clipped_sum(model, wavy_loss, inputs, targets, clip_norm=0.1)
+    true = oracle.clipped_sum_by_loop(model, wavy_loss, inputs, targets, clip_norm=0.1)
+    assert relative_error(found.gradients, true.gradients) < 1e-5
 
 
 @pytest.mark.parametrize("name", LAYERS)
