@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from dpvision.grads import clipped_sum, oracle, reference
 from dpvision.grads.rules import LayerCall, conv, register, rule_for
-from dpvision.grads.shares import Kept, Share
+from dpvision.grads.rules.conv import Correlated
+from dpvision.grads.shares import Kept, Share, sum_of_squares
 from dpvision.models.layers import ScalarGain, WSConv2d
 from grads_support import relative_error, wavy_loss
 
@@ -169,29 +170,49 @@ def test_every_rule_agrees_with_the_loop_over_single_units(
 
 
 @pytest.mark.parametrize("pictures", [1, 2, 1000])
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize("all_live", [False, True])
-def test_sums_without_formed_gradients_do_not_depend_on_how_many_pictures_are_taken_at_a_time(
-    pictures: int, channels_last: bool, all_live: bool, monkeypatch: pytest.MonkeyPatch
+def test_sums_by_products_do_not_depend_on_how_many_pictures_are_taken_at_a_time(
+    pictures: int, groups: int, channels_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(5, 4, side, side, generator=generator) for side in (9, 3))
     if channels_last:
         x, dy = (each.to(memory_format=torch.channels_last) for each in (x, dy))
-    weight = torch.zeros(4, 2, 3, 3)
-    geometry = conv.Correlation(weight, (3, 3), (2, 2), (2, 2), 2)
-    x = conv.seen_by(geometry, x, dy)
-    factor_U = torch.rand(5, dtype=torch.float64, generator=generator)
-    dead_U = torch.tensor([False, not all_live, False, False, False])
-    x[dead_U] = torch.nan
-    monkeypatch.setattr(conv, "_WINDOW_NUMBERS", pictures * 9 * 18 * 2)
-    found = conv.Correlated(x, dy, geometry, 5).weighted_sum(factor_U, None if all_live else dead_U)
-    step = (2, 2), (0, 0), (2, 2), False, (0, 0), 2
-    scaled = dy.double() * factor_U.masked_fill(dead_U, 0.0)[:, None, None, None]
+    weight = torch.zeros(4, 4 // groups, 3, 3)
+    geometry = conv.Correlation(weight, (3, 3), (2, 2), (2, 2), groups)
+    monkeypatch.setattr(conv, "_WINDOW_NUMBERS", pictures * 9 * 36)
+    found = geometry.from_order(conv._sum_by_products(x, dy, geometry), channels_inside=channels_last)
+    step = (2, 2), (0, 0), (2, 2), False, (0, 0), groups
     _, true, _ = torch.ops.aten.convolution_backward(
-        scaled, x.double().nan_to_num(), weight.double(), None, *step, (False, True, False)
+        dy.double(), x.double(), weight.double(), None, *step, (False, True, False)
     )
     torch.testing.assert_close(found.double(), true, rtol=1e-4, atol=1e-5)
+    empty = conv._sum_by_products(x[:0], dy[:0], geometry)
+    assert torch.equal(empty, torch.zeros_like(empty))
+
+
+@pytest.mark.parametrize("wrong_unit", [0, 1])
+def test_a_formed_gradient_that_is_longer_than_its_norm_says_is_not_used(
+    wrong_unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof must look at what a step adds up, which norms may have formed."""
+    right = Correlated.formed
+
+    def too_long(share: Correlated) -> Tensor:
+        is_new = share._formed_UOD is None
+        formed_UOD = right(share)
+        if is_new:
+            share._squares_U = sum_of_squares(formed_UOD)
+            formed_UOD[wrong_unit % formed_UOD.shape[0]] *= 10
+        return formed_UOD
+
+    monkeypatch.setattr(Correlated, "formed", too_long)
+    model = nn.Sequential(nn.Conv2d(3, 8, 5, padding=2), nn.Tanh(), nn.Flatten(), nn.Linear(8 * 64, 2))
+    inputs, targets = torch.randn(2, 3, 8, 8), torch.rand(2)
+    found = clipped_sum(model, wavy_loss, inputs, targets, clip_norm=0.1)
+    true = oracle.clipped_sum_by_loop(model, wavy_loss, inputs, targets, clip_norm=0.1)
+    assert relative_error(found.gradients, true.gradients) < 1e-4
 
 
 @pytest.mark.parametrize("wrong_unit", [0, 1])

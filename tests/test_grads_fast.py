@@ -444,6 +444,18 @@ def test_standardised_filters_that_are_made_anew_change_no_bit(per_unit: int, mo
 
 
 @needs_kernels
+def test_a_gain_that_trains_alone_has_its_gradient_where_filters_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "_MOST_STANDARDISED_BYTES", 0)
+    model, (x, y) = seeded(bottlenecks), rows(6, 8)
+    for parameter in (model[0].weight, model[0].bias):
+        parameter.requires_grad_(False)
+    assert twin_of(model, Rows(x, y, 1)) is not None
+    found, true = sums(model, Rows(x, y, 1), NATIVE), sums(model, Rows(x, y, 1), PLAIN)
+    assert "0.gain" in found
+    assert relative_error(found, true) <= TOLERANCE
+
+
+@needs_kernels
 def test_frozen_layers_are_fast_too_and_have_no_gradient() -> None:
     model, (x, y) = seeded(NETWORKS["torchvision style"]), rows(4, 8)
     block = model[3]

@@ -148,7 +148,7 @@ def test_what_a_share_made_of_itself_is_gone_before_the_next_one_is_compared_for
     probe = next(rows(2).microbatches(2))
     empty = plan.Plan(plan.Exceptions(), {}, 0, channels_last=False)
     plan._compared(model, cross_entropy, probe, empty, plan.UnitGradients(shares, 0))
-    assert alive == [4] * 8 + [4, 4, 3, 3, 2, 2, 1, 1]  # two looks at each share, for one unit and for the other
+    assert alive == [4] * 8 + [4, 3, 2, 1]  # all norms, then sums for one unit and for the other
 
 
 @pytest.mark.skipif(not available(), reason="no native kernels here")
@@ -197,6 +197,18 @@ def test_a_large_model_gives_memory_back_and_the_same_sum(monkeypatch: pytest.Mo
     large = clipped_sum_of_batch(model, cross_entropy, batch, clip_norm=0.5, performance=performance)
     assert given == [True]  # once a step
     assert all(torch.equal(small.gradients[name], large.gradients[name]) for name in small.gradients)
+
+
+def test_a_model_without_finite_gradients_is_thought_as_large_as_with_them() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 5, padding=2), nn.Tanh(), nn.Flatten(), nn.Linear(8 * 64, 2))
+    probe = probe_like(next(Rows(torch.randn(2, 3, 8, 8), torch.arange(2), 1).microbatches(2)), units=2)
+
+    def endless(outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs, targets) + (outputs.sum(1) * 0).sqrt()  # zero, of infinite slope
+
+    found = [search(model, loss, probe, evaluate=False) for loss in (cross_entropy, endless)]
+    assert [one.proved for one in found] == [True, False]
+    assert found[0].plan.bytes_per_unit == found[1].plan.bytes_per_unit
 
 
 def test_memory_is_given_back_whenever_enough_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,8 @@ def test_what_the_kernel_cannot_read_goes_the_plain_way() -> None:
     assert pull_back(e, facts.weight_OD.double(), facts_O) is None
     assert pull_back(e, facts.weight_OD, doubles) is None
     assert pull_back(e.to("meta"), facts.weight_OD, facts_O) is None
+    assert pull_back(e, facts.weight_OD[:, :9].contiguous(), facts_O) is None
+    assert pull_back(e, facts.weight_OD, (facts.mean_O[:3], *facts_O[1:])) is None
     true = facts.pull_back(e.flatten(1)).view(e.shape)
     odd = e.transpose(0, 1).contiguous().transpose(0, 1)
     torch.testing.assert_close(facts.pulled_back(odd), true, rtol=1e-12, atol=1e-13)

@@ -108,6 +108,13 @@ FAST = (
         "test_grads_conformance",
         "grads/plan.py",
         ("only the first unit is compared", "for unit in range(units):", "for unit in range(1):"),
+        (
+            "what is compared is not what a step adds up",
+            "    norms = {parameter: share.norms_sq().sqrt().tolist() for parameter, share in step.shares.items()}\n",
+            "    clean = unit_gradients(plan.network(model), loss_fn, plan.arranged(probe), "
+            "duties_of(plan.network(model), plan.exceptions), plan.layouts)\n"
+            "    norms = {parameter: share.norms_sq().sqrt().tolist() for parameter, share in clean.shares.items()}\n",
+        ),
     ),
     *mutations(
         "test_grads_fast",

@@ -92,8 +92,8 @@ NATIVE = (
         "grads/rules/conv.py",
         (
             "only the last pictures' gradients are added",
-            "total_GOD.baddbmm_(g_GTO.mT, a_GTD)",
-            "torch.bmm(g_GTO.mT, a_GTD)",
+            "beta=int(first > 0)",
+            "beta=0",
         ),
     ),
     *mutations(

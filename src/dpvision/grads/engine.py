@@ -129,11 +129,7 @@ def _each_microbatch(
 
 def _is_large(model: nn.Module) -> bool:
     """Whether sums of all parameters take enough memory to look after it."""
-    return _numbers(model) >= _LARGE
-
-
-def _numbers(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    return sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
 
 
 def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performance: Performance) -> int:
@@ -143,7 +139,7 @@ def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performan
     memory, unit = performance.memory_mib * 2**20, max(1, plan.bytes_per_unit)
     # One unit at a time would leave threads idle and pay every layer's fixed cost: a few may take more, and as much as
     # the sums that they are added to.
-    sums = 8 * _numbers(network)
+    sums = 8 * sum(parameter.numel() for parameter in trainable(network).values())  # of float64
     fitting = max(memory // unit, min(_FEW, max(4 * memory, sums) // unit))
     # Whole multiples of eight, or of two, share evenly among threads.
     # What a model works with between its layers is not counted, and may be much for pictures (a scattering transform).

@@ -207,31 +207,31 @@ def _compared(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, plan: 
     It uses the step up.
     """
     units = probe.row_weights_UR.shape[0]
-    wrong, held, proved = dict[str, None](), 0, True
+    # Norms first, as in every step: some shares take their sums from what the norms have formed.
+    norms = {parameter: share.norms_sq().sqrt().tolist() for parameter, share in step.shares.items()}
+    wrong, held, proved = set[str](), 0, True
     for unit in range(units):
         alone = _gradients_alone(model, loss_fn, probe, unit)
         size = _norm(alone)
         proved &= math.isfinite(size)
         for name, parameter in trainable(model).items():
-            share = step.shares.get(parameter)
-            if math.isfinite(size) and not _right(share, alone.pop(name), size, unit=unit, units=units):
-                wrong[name] = None
+            share, gradient = step.shares.get(parameter), alone.pop(name)
+            norm = 0.0 if share is None else norms[parameter][unit]
+            if math.isfinite(size) and not _right(share, norm, gradient, size, unit=unit, units=units):
+                wrong.add(name)
             if unit == units - 1:
                 held += 0 if share is None else share.held_bytes
                 step.shares.pop(parameter, None)
-    bytes_per_unit = (step.activation_bytes + held) // units
-    return Found(
-        replace(plan, bytes_per_unit=bytes_per_unit), [name for name in trainable(model) if name in wrong], proved
-    )
+    plan = replace(plan, bytes_per_unit=(step.activation_bytes + held) // units)
+    return Found(plan, [name for name in trainable(model) if name in wrong], proved)
 
 
 @torch.no_grad()
-def _right(share: Share | None, alone: Tensor, size: float, *, unit: int, units: int) -> bool:
+def _right(share: Share | None, norm: float, alone: Tensor, size: float, *, unit: int, units: int) -> bool:
     """Whether a share's norm and gradient of one unit are what it has by itself, up to rounding and flips at kinks."""
     only = torch.zeros(units, dtype=torch.float64, device=alone.device)
     only[unit] = 1.0
     found = torch.zeros_like(alone) if share is None else share.finish(share.add_weighted_sum(None, only, None))
-    norm = 0.0 if share is None else float(share.norms_sq()[unit].sqrt())
     true_norm = _length(alone)
     room = _TOLERANCE.get(alone.dtype, 0.3) * (true_norm + size / 100) + _NOTHING
     return _length(found.sub_(alone)) <= room and abs(norm - true_norm) <= room

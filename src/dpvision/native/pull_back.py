@@ -28,10 +28,11 @@ def pull_back(e_OIKK: Tensor, weight_OD: Tensor, facts_O: tuple[Tensor, Tensor, 
     inside = not e_OIKK.is_contiguous() and e_OIKK.dim() == 4 and e_OIKK.permute(0, 2, 3, 1).is_contiguous()
     if build().library is None or not (inside or e_OIKK.is_contiguous()) or not _fits(e_OIKK, torch.float64):
         return None
+    filters, channels, places = e_OIKK.shape[0], e_OIKK.shape[1], e_OIKK.shape[2:].numel()
+    if weight_OD.shape != (filters, channels * places) or any(fact.shape != (filters,) for fact in facts_O):
+        return None
     if not all(_fits(fact, torch.float32) and fact.is_contiguous() for fact in (weight_OD, *facts_O)):
         return None
-    filters, channels = e_OIKK.shape[:2]
-    places = e_OIKK[0, 0].numel() if filters and channels else 1
     tensors = (tensor.data_ptr() for tensor in (e_OIKK, weight_OD, *facts_O))
     _kernel()(filters, channels, places, int(inside), *tensors, torch.get_num_threads())
     return e_OIKK.permute(0, 2, 3, 1).reshape(-1).view(e_OIKK.shape) if inside else e_OIKK

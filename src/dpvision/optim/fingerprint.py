@@ -2,7 +2,7 @@
 
 Of every run of 4,096 words, the sum of the words times keys, modulo 2⁶⁴. Keys are random odd numbers of 64 bits that
 nobody else has, words have at most 32 bits: a change of one word in a run always shows, because an odd key has an
-inverse; any other change goes unseen with probability 2⁻³² at most, over the choice of keys.
+inverse; any other change goes unseen with probability 2⁻³² at most, over the choice of keys. A float64 is two words.
 """
 
 # R runs, W words of a run

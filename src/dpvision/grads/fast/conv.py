@@ -182,14 +182,14 @@ class WinogradWSConv2d(Winograd):
 class _ConvolveAnew(Function):
     """A convolution whose filters are made for the forward pass and again for the input gradient, and not kept.
 
-    The weight is an input only so that the output has a gradient: none flows to it.
+    Weight and gain are inputs only so that the output has a gradient: none flows to them.
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x_NCHW: Tensor, weight: Tensor, bias_O: Tensor | None, layer: HeldWSConv2d
+        ctx: Any, x_NCHW: Tensor, weight: Tensor, gain_O: Tensor | None, bias_O: Tensor | None, layer: HeldWSConv2d
     ) -> Tensor:
-        del weight
+        del weight, gain_O
         ctx.layer = layer
         ctx.save_for_backward(x_NCHW)
         return layer.convolve(x_NCHW, layer.filters(), bias_O)
@@ -197,10 +197,9 @@ class _ConvolveAnew(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_NOHW: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
         (x_NCHW,) = ctx.saved_tensors
-        return ctx.layer.input_gradient(x_NCHW, dy_NOHW), None, None, None
+        dx_NCHW = ctx.layer.input_gradient(x_NCHW, dy_NOHW) if ctx.needs_input_grad[0] else None
+        return dx_NCHW, None, None, None, None
 
 
 @final
@@ -231,7 +230,7 @@ class HeldWSConv2d(ConvStandIn):
         layer = self._standardised
         padded = layer.pad(x_NCHW)
         if "anew" in self._held:
-            return _ConvolveAnew.apply(padded, layer.weight, layer.bias, self)
+            return _ConvolveAnew.apply(padded, layer.weight, layer.gain, layer.bias, self)
         return self.convolve(padded, self.derived("weight", lambda: self.used_weight().requires_grad_()), layer.bias)
 
     def filters(self) -> Tensor:
