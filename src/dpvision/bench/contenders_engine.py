@@ -41,7 +41,7 @@ def optimizer_of(model: nn.Module, *, private: bool) -> Optimizer:
 
 
 def _made_in_the_first_step(model: nn.Module, *, private: bool) -> Callable[[], Optimizer]:
-    """The optimizer keeps a copy of the weights, which counts as a step's memory; what it imports does not."""
+    """What the optimizer keeps of the weights counts as a step's memory; what it imports does not."""
     optimizer_of(nn.Linear(1, 1), private=private)
     return cache(partial(optimizer_of, model, private=private))
 

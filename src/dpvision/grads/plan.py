@@ -201,6 +201,7 @@ def _tried_out(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, plan:
         return _compared(model, loss_fn, probe, plan, step)
 
 
+@torch.no_grad()
 def _compared(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, plan: Plan, step: UnitGradients) -> Found:
     """Compare a step with each unit by itself, one unit after the other: their gradients are not held side by side.
 
@@ -226,7 +227,6 @@ def _compared(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, plan: 
     return Found(plan, [name for name in trainable(model) if name in wrong], proved)
 
 
-@torch.no_grad()
 def _right(share: Share | None, norm: float, alone: Tensor, size: float, *, unit: int, units: int) -> bool:
     """Whether a share's norm and gradient of one unit are what it has by itself, up to rounding and flips at kinks."""
     only = torch.zeros(units, dtype=torch.float64, device=alone.device)
