@@ -22,7 +22,7 @@ from dpvision.grads import (
 )
 from dpvision.grads.admission import plan_for
 from dpvision.grads.engine import Rows
-from dpvision.grads.fast import fast_twin, holding
+from dpvision.grads.fast import conv, fast_twin, holding
 from dpvision.grads.fast.conv import HeldWSConv2d, Winograd, WinogradConv2d, WinogradWSConv2d
 from dpvision.grads.fast.norm import FusedNorm
 from dpvision.models.layers import WSConv2d
@@ -414,11 +414,41 @@ def test_filters_that_are_not_kept_change_no_bit(name: str, monkeypatch: pytest.
     transformed = []
     right = native.winograd.transform
     monkeypatch.setattr(holding, "_MOST_FILTER_BYTES", 0)
+    monkeypatch.setattr(conv, "_WORTH_TRANSFORMING", 0)
     monkeypatch.setattr(native.winograd, "transform", lambda *a, **k: transformed.append(k["memory"]) or right(*a, **k))
     anew = sums(model, Rows(x, y, 1), NATIVE)
     assert transformed
     assert len(set(map(id, transformed))) == 1
     assert all(torch.equal(kept[name], anew[name]) for name in kept)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["torchvision style", "standardised"])
+@pytest.mark.parametrize(("side", "transforms"), [(7, False), (8, True)])
+def test_filters_that_are_not_kept_are_not_transformed_for_small_pictures(
+    name: str, side: int, transforms: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (x, y) = seeded(NETWORKS[name]), rows(6, side)
+    transformed: list[object] = []
+    right = native.winograd.transform
+    monkeypatch.setattr(holding, "_MOST_FILTER_BYTES", 0)
+    assert twin_of(model, Rows(x, y, 1)) is not None
+    monkeypatch.setattr(native.winograd, "transform", lambda *a, **k: transformed.append(k) or right(*a, **k))
+    found = sums(model, Rows(x, y, 1), NATIVE)
+    assert bool(transformed) == transforms
+    assert relative_error(found, sums(model, Rows(x, y, 1), PLAIN)) <= TOLERANCE
+
+
+@needs_kernels
+@pytest.mark.parametrize(("large", "kept"), [(1 << 24, 1), (1, 0)])
+def test_a_large_model_has_less_room_for_filters(large: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = fast_twin(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(1024, 2)))
+    assert twin is not None
+    (layer,) = (module for module in twin.modules() if isinstance(module, Winograd))
+    monkeypatch.setattr(holding, "_MOST_FILTER_BYTES", 3 * layer.filter_bytes)
+    monkeypatch.setattr(holding, "_LARGE", large)
+    with holding.held_through_step(twin):
+        assert ("shared memory" not in layer._held) == bool(kept)
 
 
 def bottlenecks() -> nn.Sequential:

@@ -22,6 +22,9 @@ from dpvision.native.channels_last import is_channels_last, laid_out
 _LEAST_SIDE: Final = 3
 """Below this, most of a 4×4 tile is padding."""
 
+_WORTH_TRANSFORMING: Final = 64
+"""Pixels of a picture below which it does not pay to transform filters that are not kept: those of large models."""
+
 _LEAST_GAIN: Final = 0.01
 """Below this, a filter's own output says too little about ⟨z, e⟩."""
 
@@ -122,8 +125,10 @@ class Winograd(ConvStandIn):
         self._held["shared memory"] = memory
 
     def takes(self, x_NIHW: Tensor) -> bool:
-        """Whether this input goes through Winograd's method."""
-        return is_channels_last(x_NIHW) and x_NIHW.shape[0] > 0 and min(x_NIHW.shape[2:]) >= _LEAST_SIDE
+        """Whether this input goes through Winograd's method: a picture's size decides, not how many there are."""
+        if not is_channels_last(x_NIHW) or x_NIHW.shape[0] == 0 or min(x_NIHW.shape[2:]) < _LEAST_SIDE:
+            return False
+        return "shared memory" not in self._held or x_NIHW.shape[2:].numel() >= _WORTH_TRANSFORMING
 
     def forward(self, x_NIHW: Tensor) -> Tensor:
         """Convolve."""

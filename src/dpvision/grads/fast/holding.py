@@ -19,6 +19,9 @@ _MOST_FILTER_BYTES: Final = 1 << 28
 _MOST_STANDARDISED_BYTES: Final = 1 << 26
 """Standardised filters take as much as their weights, and are soon made anew."""
 
+_LARGE: Final = 1 << 24
+"""Weights from which on sums and gradients take so much that there is a quarter of the room for transformed filters."""
+
 L = TypeVar("L", Winograd, HeldWSConv2d)
 
 
@@ -28,7 +31,9 @@ def held_through_step(network: nn.Module) -> Iterator[None]:
     layers = [module for module in network.modules() if isinstance(module, StandIn)]
     for layer in layers:
         layer.hold()
-    _share_memory([layer for layer in layers if isinstance(layer, Winograd)])
+    is_large = sum(parameter.numel() for parameter in network.parameters()) >= _LARGE
+    room = _MOST_FILTER_BYTES // 4 if is_large else _MOST_FILTER_BYTES
+    _share_memory([layer for layer in layers if isinstance(layer, Winograd)], room)
     for layer in _beyond([layer for layer in layers if isinstance(layer, HeldWSConv2d)], _MOST_STANDARDISED_BYTES):
         layer.make_anew()
     try:
@@ -38,9 +43,9 @@ def held_through_step(network: nn.Module) -> Iterator[None]:
             layer.release()
 
 
-def _share_memory(layers: list[Winograd]) -> None:
+def _share_memory(layers: list[Winograd], room: int) -> None:
     memory = SharedMemory()
-    for layer in _beyond(layers, _MOST_FILTER_BYTES):
+    for layer in _beyond(layers, room):
         layer.share(memory)
 
 
