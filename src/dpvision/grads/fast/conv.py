@@ -22,7 +22,7 @@ from dpvision.native.channels_last import is_channels_last, laid_out
 _LEAST_SIDE: Final = 3
 """Below this, most of a 4×4 tile is padding."""
 
-_WORTH_TRANSFORMING: Final = 64
+_WORTH_TRANSFORMING: Final = 32
 """Pixels of a picture below which it does not pay to transform filters that are not kept: those of large models."""
 
 _LEAST_GAIN: Final = 0.01

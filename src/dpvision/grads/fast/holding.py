@@ -20,7 +20,7 @@ _MOST_STANDARDISED_BYTES: Final = 1 << 26
 """Standardised filters take as much as their weights, and are soon made anew."""
 
 _LARGE: Final = 1 << 24
-"""Weights from which on sums and gradients take so much that there is a quarter of the room for transformed filters."""
+"""Weights from which on sums and gradients take so much that there is half the room for transformed filters."""
 
 L = TypeVar("L", Winograd, HeldWSConv2d)
 
@@ -32,7 +32,7 @@ def held_through_step(network: nn.Module) -> Iterator[None]:
     for layer in layers:
         layer.hold()
     is_large = sum(parameter.numel() for parameter in network.parameters()) >= _LARGE
-    room = _MOST_FILTER_BYTES // 4 if is_large else _MOST_FILTER_BYTES
+    room = _MOST_FILTER_BYTES // 2 if is_large else _MOST_FILTER_BYTES
     _share_memory([layer for layer in layers if isinstance(layer, Winograd)], room)
     for layer in _beyond([layer for layer in layers if isinstance(layer, HeldWSConv2d)], _MOST_STANDARDISED_BYTES):
         layer.make_anew()
