@@ -445,7 +445,7 @@ def test_a_large_model_has_less_room_for_filters(large: int, kept: int, monkeypa
     twin = fast_twin(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(1024, 2)))
     assert twin is not None
     (layer,) = (module for module in twin.modules() if isinstance(module, Winograd))
-    monkeypatch.setattr(holding, "_MOST_FILTER_BYTES", 3 * layer.filter_bytes)
+    monkeypatch.setattr(holding, "_MOST_FILTER_BYTES", 3 * layer.filter_bytes // 2)
     monkeypatch.setattr(holding, "_LARGE", large)
     with holding.held_through_step(twin):
         assert ("shared memory" not in layer._held) == bool(kept)
