@@ -22,7 +22,7 @@ from dpvision.grads import (
 )
 from dpvision.grads.admission import plan_for
 from dpvision.grads.engine import Rows
-from dpvision.grads.fast import conv, fast_twin, holding
+from dpvision.grads.fast import fast_twin, holding
 from dpvision.grads.fast.conv import HeldWSConv2d, Winograd, WinogradConv2d, WinogradWSConv2d
 from dpvision.grads.fast.norm import FusedNorm
 from dpvision.models.layers import WSConv2d
@@ -411,44 +411,25 @@ def test_float64_and_strange_layouts_run_as_they_are() -> None:
 def test_filters_that_are_not_kept_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y) = seeded(NETWORKS[name]), rows(6, 8)
     kept = sums(model, Rows(x, y, 1), NATIVE)
-    transformed = []
-    right = native.winograd.transform
-    monkeypatch.setattr(holding, "_MOST_FILTER_BYTES", 0)
-    monkeypatch.setattr(conv, "_WORTH_TRANSFORMING", 0)
-    monkeypatch.setattr(native.winograd, "transform", lambda *a, **k: transformed.append(k["memory"]) or right(*a, **k))
+    monkeypatch.setattr(holding, "_ROOM", {Winograd: 0})
+    monkeypatch.setattr(native.winograd, "transform", None)
     anew = sums(model, Rows(x, y, 1), NATIVE)
-    assert transformed
-    assert len(set(map(id, transformed))) == 1
     assert all(torch.equal(kept[name], anew[name]) for name in kept)
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["torchvision style", "standardised"])
-@pytest.mark.parametrize(("side", "transforms"), [(5, False), (6, True)])
-def test_filters_that_are_not_kept_are_not_transformed_for_small_pictures(
-    name: str, side: int, transforms: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("room", "kept"), [(8, [True, True]), (6, [True, False]), (3, [False, False])])
+def test_filters_are_kept_while_there_is_room_and_no_layer_takes_most_of_it(
+    room: int, kept: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, (x, y) = seeded(NETWORKS[name]), rows(6, side)
-    transformed: list[object] = []
-    right = native.winograd.transform
-    monkeypatch.setattr(holding, "_MOST_FILTER_BYTES", 0)
-    assert twin_of(model, Rows(x, y, 1)) is not None
-    monkeypatch.setattr(native.winograd, "transform", lambda *a, **k: transformed.append(k) or right(*a, **k))
-    found = sums(model, Rows(x, y, 1), NATIVE)
-    assert bool(transformed) == transforms
-    assert relative_error(found, sums(model, Rows(x, y, 1), PLAIN)) <= TOLERANCE
-
-
-@needs_kernels
-@pytest.mark.parametrize(("large", "kept"), [(1 << 24, 1), (1, 0)])
-def test_a_large_model_has_less_room_for_filters(large: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    twin = fast_twin(nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(1024, 2)))
+    twin = fast_twin(nn.Sequential(*(nn.Conv2d(16, 16 * n, 3, padding=1) for n in (1, 2)), nn.Flatten()))
     assert twin is not None
-    (layer,) = (module for module in twin.modules() if isinstance(module, Winograd))
-    monkeypatch.setattr(holding, "_MOST_FILTER_BYTES", 3 * layer.filter_bytes // 2)
-    monkeypatch.setattr(holding, "_LARGE", large)
+    layers = [module for module in twin.modules() if isinstance(module, Winograd)]
+    least = layers[0].filter_bytes
+    assert layers[1].filter_bytes == 2 * least
+    monkeypatch.setattr(holding, "_ROOM", {Winograd: room * least})
     with holding.held_through_step(twin):
-        assert ("shared memory" not in layer._held) == bool(kept)
+        assert [isinstance(layer.filters(backward=False), native.winograd.Filters) for layer in layers] == kept
 
 
 def bottlenecks() -> nn.Sequential:
@@ -465,7 +446,7 @@ def test_standardised_filters_that_are_made_anew_change_no_bit(per_unit: int, mo
     made: list[None] = []
     right = HeldWSConv2d.filters
     monkeypatch.setattr(HeldWSConv2d, "filters", lambda layer: made.append(None) or right(layer))
-    monkeypatch.setattr(holding, "_MOST_STANDARDISED_BYTES", 0)
+    monkeypatch.setattr(holding, "_ROOM", {HeldWSConv2d: 0})
     assert twin_of(model, Rows(x, y, per_unit)) is not None
     anew = sums(model, Rows(x, y, per_unit), NATIVE)
     assert len(made) == 5  # forward and backward of three layers, but nobody asks for the gradient of pictures
@@ -475,7 +456,7 @@ def test_standardised_filters_that_are_made_anew_change_no_bit(per_unit: int, mo
 
 @needs_kernels
 def test_a_gain_that_trains_alone_has_its_gradient_where_filters_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holding, "_MOST_STANDARDISED_BYTES", 0)
+    monkeypatch.setattr(holding, "_ROOM", {HeldWSConv2d: 0})
     model, (x, y) = seeded(bottlenecks), rows(6, 8)
     for parameter in (model[0].weight, model[0].bias):
         parameter.requires_grad_(False)

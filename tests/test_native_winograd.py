@@ -33,6 +33,13 @@ def filters(in_channels: int, out_channels: int, seed: int = 1) -> Tensor:
     return torch.randn(out_channels, in_channels, 3, 3, generator=torch.Generator().manual_seed(seed))
 
 
+def summed(x: Tensor, dy: Tensor, factor: Tensor) -> Tensor:
+    """What is added to a sum of zeros."""
+    total = torch.zeros(3, 3, x.shape[1], dy.shape[1], dtype=torch.float64)
+    winograd.add_gradient(total, x, dy, factor)
+    return total
+
+
 def error(found: Tensor, expected: Tensor) -> float:
     """Relative L2 error."""
     assert found.shape == expected.shape
@@ -74,6 +81,22 @@ def test_with_backward_filters_the_convolution_is_the_input_gradient(
     assert error(winograd.convolve(dy, winograd.transform(weight, backward=True), None), expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 3, 7])
+@pytest.mark.parametrize("channels", [*CHANNELS, (129, 144)])
+@pytest.mark.parametrize("size", SIZES)
+def test_filters_that_are_transformed_in_passing_give_the_same_bits(
+    size: tuple[int, int], channels: tuple[int, int], rows: int, backward: bool
+) -> None:
+    x, weight = pictures(rows, channels[1 if backward else 0], size), filters(*channels)
+    bias = torch.randn(channels[0 if backward else 1], generator=torch.Generator().manual_seed(2))
+    for given in (bias, None):
+        expected = winograd.convolve(x, winograd.transform(weight, backward=backward), given)
+        found = winograd.convolve(x, winograd.PlainFilters(weight, backward), given)
+        assert torch.equal(found, expected)
+        assert found.stride() == expected.stride()
+
+
 @pytest.mark.parametrize(("units", "rows_per_unit"), [(0, 1), (1, 1), (3, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("channels", CHANNELS)
 @pytest.mark.parametrize("size", SIZES)
@@ -97,7 +120,17 @@ def test_the_summed_gradient_is_the_weighted_sum_over_rows(
     x, dy = (pictures(rows, count, size, seed) for seed, count in enumerate(channels))
     factor = torch.linspace(-0.5, 2.0, rows)
     expected = torch.einsum("n,n...->...", factor.double(), row_gradients(x, dy))
-    assert error(winograd.summed_gradient(x, dy, factor), expected) <= TOLERANCE
+    assert error(summed(x, dy, factor), expected) <= TOLERANCE
+
+
+def test_gradients_are_added_to_a_total_in_float64() -> None:
+    """Numbers that a float32 total would have lost, and nothing but rounding of the added part itself."""
+    x, dy, factor = pictures(3, 33, (7, 9)), pictures(3, 17, (7, 9), 1), torch.tensor([0.5, -1.0, 2.0])
+    before = torch.randn(3, 3, 33, 17, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 1e9
+    total = before.clone()
+    winograd.add_gradient(total, x, dy, factor)
+    assert torch.equal(total, before + summed(x, dy, factor))
+    assert not torch.equal(total, before.float() + summed(x, dy, factor))
 
 
 @pytest.mark.parametrize("channels", [(64, 48), (67, 64), (33, 17), (5, 3)])
@@ -122,16 +155,16 @@ def test_moments_are_those_of_the_gradient_that_is_returned(size: tuple[int, int
 def test_a_row_with_factor_zero_contributes_nothing_whatever_it_holds(bad: float) -> None:
     x, dy = pictures(3, 16, (7, 9)), pictures(3, 32, (7, 9), 1)
     factor = torch.tensor([0.5, 0.0, 2.0])
-    expected = winograd.summed_gradient(x, dy, factor)
+    expected = summed(x, dy, factor)
     x[1], dy[1] = bad, bad
-    assert torch.equal(winograd.summed_gradient(x, dy, factor), expected)
-    assert torch.equal(winograd.summed_gradient(x[1:2], dy[1:2], factor[1:2]), torch.zeros(3, 3, 16, 32))
+    assert torch.equal(summed(x, dy, factor), expected)
+    assert torch.equal(summed(x[1:2], dy[1:2], factor[1:2]), torch.zeros(3, 3, 16, 32).double())
 
 
 def test_a_row_with_another_factor_is_not_hidden() -> None:
     x, dy = pictures(2, 16, (5, 5)), pictures(2, 16, (5, 5), 1)
     x[1] = float("nan")
-    assert winograd.summed_gradient(x, dy, torch.ones(2)).isnan().all()
+    assert summed(x, dy, torch.ones(2)).isnan().all()
 
 
 def test_gradients_can_go_into_memory_that_is_there_already() -> None:
@@ -151,8 +184,9 @@ def test_one_units_values_do_not_reach_another_unit() -> None:
     found, found_moments = winograd.unit_gradients(x, dy, None, 3)
     assert torch.equal(found[[0, 2]], expected[[0, 2]])
     assert torch.equal(found_moments[[0, 2]], moments[[0, 2]])
-    y = winograd.convolve(x, winograd.transform(filters(32, 16), backward=False), None)
-    assert y[[0, 2]].isfinite().all()
+    weight = filters(32, 16)
+    for given in (winograd.transform(weight, backward=False), winograd.PlainFilters(weight, False)):
+        assert winograd.convolve(x, given, None)[[0, 2]].isfinite().all()
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 9), (33, 33)])
@@ -168,17 +202,18 @@ def test_results_do_not_depend_on_the_number_of_threads(
         transformed = winograd.transform(weight, backward=False)
         gradient, moments = winograd.unit_gradients(x, dy, torch.ones(3, 3, *channels), rows)
         together, _ = winograd.unit_gradients(x, dy, None, 1)
-        summed = winograd.summed_gradient(x, dy, torch.linspace(0.1, 1, rows))
-        y = winograd.convolve(x, transformed, None)
-        results.append((transformed.values, y, gradient, moments, together, summed))
+        added = summed(x, dy, torch.linspace(0.1, 1, rows))
+        y, anew = (winograd.convolve(x, some, None) for some in (transformed, winograd.PlainFilters(weight, False)))
+        results.append((transformed.values, y, anew, gradient, moments, together, added))
     for one, other in pairwise(results):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_rows_output_does_not_depend_on_the_rows_beside_it() -> None:
-    x, transformed = pictures(7, 32, (9, 10)), winograd.transform(filters(32, 16), backward=False)
-    together = winograd.convolve(x, transformed, None)
-    assert torch.equal(together, torch.cat([winograd.convolve(row[None], transformed, None) for row in x]))
+    x, weight = pictures(17, 32, (9, 10)), filters(32, 16)
+    for given in (winograd.transform(weight, backward=False), winograd.PlainFilters(weight, False)):
+        together = winograd.convolve(x, given, None)
+        assert torch.equal(together, torch.cat([winograd.convolve(row[None], given, None) for row in x]))
 
 
 def test_filters_may_lie_in_memory_in_any_order() -> None:
@@ -187,6 +222,10 @@ def test_filters_may_lie_in_memory_in_any_order() -> None:
     for backward in (False, True):
         expected = winograd.transform(weight, backward=backward)
         assert torch.equal(winograd.transform(turned, backward=backward).values, expected.values)
+        x = pictures(2, 16 if backward else 32, (5, 6))
+        assert torch.equal(
+            winograd.convolve(x, winograd.PlainFilters(turned, backward), None), winograd.convolve(x, expected, None)
+        )
 
 
 def test_filters_are_filled_up_with_zeros() -> None:
@@ -208,9 +247,9 @@ def test_nothing_beyond_a_pixels_channels_is_read_or_written(channels: tuple[int
     """Pictures and gradients lie between NaNs, which must neither get in nor be overwritten."""
     weight, border = filters(*channels), 64
 
-    def bordered(*shape: int) -> tuple[Tensor, Tensor]:
+    def bordered(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         count = torch.Size(shape).numel()
-        memory = torch.full((count + 2 * border,), float("nan"))
+        memory = torch.full((count + 2 * border,), float("nan"), dtype=dtype)
         return memory, memory[border : border + count].view(shape)
 
     x_memory, x = bordered(2, 7, 9, channels[0])
@@ -223,9 +262,19 @@ def test_nothing_beyond_a_pixels_channels_is_read_or_written(channels: tuple[int
     for whole in (x_memory, dy_memory, memory):
         assert whole[:border].isnan().all()
         assert whole[-border:].isnan().all()
-    y = winograd.convolve(x, winograd.transform(weight, backward=False), torch.ones(channels[1]))
-    dx = winograd.convolve(dy, winograd.transform(weight, backward=True), None)
-    assert all(part.isfinite().all() for part in (gradient, moments, y, dx))
+    _, bordered_weight = bordered(*weight.shape)
+    bordered_weight.copy_(weight)
+    for backward, given, bias in ((False, x, torch.ones(channels[1])), (True, dy, None)):
+        kept = winograd.convolve(given, winograd.transform(bordered_weight, backward=backward), bias)
+        anew = winograd.convolve(given, winograd.PlainFilters(bordered_weight, backward), bias)
+        assert kept.isfinite().all()
+        assert anew.isfinite().all()
+    total_memory, total = bordered(2, 3, 3, *channels, dtype=torch.float64)
+    winograd.add_gradient(total[0].zero_(), x, dy, torch.ones(2))
+    assert total[0].isfinite().all()
+    assert total[1].isnan().all()
+    assert total_memory[:border].isnan().all()
+    assert all(part.isfinite().all() for part in (gradient, moments))
 
 
 def test_what_the_kernels_cannot_read_is_refused() -> None:
@@ -244,10 +293,19 @@ def test_what_the_kernels_cannot_read_is_refused() -> None:
     for bad in (torch.zeros(16, 16, 1, 1), torch.zeros(0, 16, 3, 3), torch.zeros(16, 3, 3)):
         with pytest.raises(ArgumentError, match="3×3"):
             winograd.transform(bad, backward=False)
+        with pytest.raises(ArgumentError, match="3×3"):
+            winograd.convolve(x, winograd.PlainFilters(bad, False), None)
+    with pytest.raises(ArgumentError, match="the filters' 32 channels, got 16"):
+        winograd.convolve(x, winograd.PlainFilters(filters(32, 16), False), None)
+    with pytest.raises(ArgumentError, match="bias_O must be"):
+        winograd.convolve(x, winograd.PlainFilters(filters(16, 16), False), torch.zeros(32))
+    for bad in (torch.zeros(3, 3, 16, 16), torch.zeros(3, 3, 16, 17).double(), torch.zeros(16, 16, 3, 3).double()):
+        with pytest.raises(ArgumentError, match="total_KKIO must be"):
+            winograd.add_gradient(bad, x, x, torch.ones(2))
     with pytest.raises(ArgumentError, match="agree in rows"):
-        winograd.summed_gradient(x, x[:1], torch.ones(2))
+        summed(x, x[:1], torch.ones(2))
     with pytest.raises(ArgumentError, match="factor_N must be 2"):
-        winograd.summed_gradient(x, x, torch.ones(3))
+        summed(x, x, torch.ones(3))
     with pytest.raises(ArgumentError, match="units must divide"):
         winograd.unit_gradients(x, x, None, 3)
     with pytest.raises(ArgumentError, match="z_KKIO must be"):
@@ -276,7 +334,9 @@ def test_fake_tensors_see_the_shapes_and_no_kernel() -> None:
         x, dy = (torch.empty(4, 5, 6, channels).permute(0, 3, 1, 2) for channels in (16, 32))
         transformed = winograd.transform(torch.empty(32, 16, 3, 3), backward=False)
         y = winograd.convolve(x, transformed, None)
+        dx = winograd.convolve(dy, winograd.PlainFilters(torch.empty(32, 16, 3, 3), True), None)
         gradient, moments = winograd.unit_gradients(x, dy, None, 2)
+    assert (dx.shape, dx.stride()) == (x.shape, x.stride())
     assert (y.shape, y.stride()) == (dy.shape, dy.stride())
     assert (gradient.shape, moments.shape) == ((2, 3, 3, 16, 32), (2, 1, 32))
 
@@ -288,7 +348,8 @@ def test_operators_keep_the_rules_of_torch_library() -> None:
         "transform": (weight, True),
         "convolve": (x, transformed.values, 16, torch.zeros(16)),
         "unit_gradients": (x, x, torch.zeros(3, 3, 16, 16), torch.zeros(2, 3, 3, 16, 16)),
-        "summed_gradient": (x, x, torch.ones(2)),
+        "convolve_anew": (x, weight, True, torch.zeros(16)),
+        "add_gradient": (torch.zeros(3, 3, 16, 16, dtype=torch.float64), x, x, torch.ones(2)),
     }
     for name, arguments in calls.items():
         operator = getattr(torch.ops.dpvision, f"winograd_{name}").default

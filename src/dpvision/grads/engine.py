@@ -32,7 +32,7 @@ _MOST_PICTURES: Final = 512
 _MOST_FEATURE_ROWS: Final = 4096
 _EVEN: Final = 8
 _FEW: Final = 4
-_LARGE: Final = 1 << 24
+_LARGE: Final = 1 << 25
 
 
 def clipped_sum(

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -49,27 +47,19 @@ def takes(*, in_channels: int, out_channels: int) -> bool:
     return min(in_channels, out_channels) >= 1 and build().library is not None
 
 
-class SharedMemory:
-    """Memory for one layer's filters after another's: what is put there is gone when the next ones are."""
+@final
+@dataclass(frozen=True)
+class PlainFilters:
+    """A weight whose filters are transformed while they are used, and not kept; with ``backward``, for dy to dx."""
 
-    def __init__(self) -> None:
-        self._values: Tensor | None = None
-
-    def like(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """An uninitialised tensor like ``x`` of that shape."""
-        count = math.prod(shape)
-        if self._values is None or self._values.numel() < count:
-            self._values = x.new_empty(count)
-        return self._values[:count].view(*shape)
+    weight_OIKK: Tensor
+    backward: bool
 
 
-def transform(weight_OIKK: Tensor, *, backward: bool, memory: SharedMemory | None = None) -> Filters:
-    """The filters as ``convolve`` wants them; with ``backward``, those that take dy to dx."""
-    if _is_plain(weight_OIKK):
-        values = _transform_now(weight_OIKK, backward, memory)
-    else:
-        values = _transform_op(weight_OIKK, backward)
-    return Filters(values, weight_OIKK.shape[1 if backward else 0])
+def transform(weight_OIKK: Tensor, *, backward: bool) -> Filters:
+    """The filters for many uses; with ``backward``, those that take dy to dx."""
+    run = _transform_now if _is_plain(weight_OIKK) else _transform_op
+    return Filters(run(weight_OIKK, backward), weight_OIKK.shape[1 if backward else 0])
 
 
 def filter_bytes(*, in_channels: int, out_channels: int) -> int:
@@ -78,8 +68,15 @@ def filter_bytes(*, in_channels: int, out_channels: int) -> int:
     return 4 * _POINTS * _PANEL * numbers
 
 
-def convolve(x_NCHW: Tensor, filters: Filters, bias_O: Tensor | None) -> Tensor:
-    """The convolution y_NOHW of x with transformed filters. With those for ``backward``, the input gradient of dy."""
+def convolve(x_NCHW: Tensor, filters: Filters | PlainFilters, bias_O: Tensor | None) -> Tensor:
+    """The convolution y_NOHW of x with filters. With those for ``backward``, the input gradient of dy.
+
+    Transformed or not, the result is the same to the last bit.
+    """
+    if isinstance(filters, PlainFilters):
+        weight_OIKK, backward = filters.weight_OIKK, filters.backward
+        anew = _convolve_anew_now if _is_plain(x_NCHW, weight_OIKK, bias_O) else _convolve_anew_op
+        return anew(x_NCHW, weight_OIKK, backward, bias_O)
     run = _convolve_now if _is_plain(x_NCHW, filters.values, bias_O) else _convolve_op
     return run(x_NCHW, filters.values, filters.out_channels, bias_O)
 
@@ -106,13 +103,15 @@ def unit_gradients(
     return gradient_UKKIO, run(x_NCHW, dy_NOHW, z_KKIO, gradient_UKKIO)
 
 
-def summed_gradient(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> Tensor:
-    """Σ factor · (weight gradient of the row) over all rows, as (3, 3, I, O).
+def add_gradient(total_KKIO: Tensor, x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> None:
+    """Add Σ factor · (weight gradient of the row) over all rows to ``total_KKIO`` (3, 3, I, O), a sum in float64.
+
+    What these rows add is rounded as float32 sums are: give few rows at a time.
 
     Guarantee: a row whose factor is 0 contributes exactly 0, whatever it holds, NaN and infinity included.
     """
-    run = _summed_gradient_now if _is_plain(x_NCHW, dy_NOHW, factor_N) else _summed_gradient_op
-    return run(x_NCHW, dy_NOHW, factor_N)
+    run = _add_gradient_now if _is_plain(total_KKIO, x_NCHW, dy_NOHW, factor_N) else _add_gradient_op
+    run(total_KKIO, x_NCHW, dy_NOHW, factor_N)
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
@@ -129,14 +128,11 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     )
 
 
-def _transform_now(weight_OIKK: Tensor, backward: bool, memory: SharedMemory | None = None) -> Tensor:
-    _check(weight_OIKK=weight_OIKK)
-    if min(weight_OIKK.shape) < 1 or weight_OIKK.shape[2:] != (3, 3):
-        raise ArgumentError(f"weight_OIKK must be filters of 3×3, got shape {tuple(weight_OIKK.shape)}.")
+def _transform_now(weight_OIKK: Tensor, backward: bool) -> Tensor:
+    _check_weight(weight_OIKK)
     out_channels, in_channels = weight_OIKK.shape[:2]
     weight_OIKK = weight_OIKK.contiguous()
-    shape = _filters_shape(weight_OIKK, backward)
-    out = weight_OIKK.new_empty(shape) if memory is None else memory.like(weight_OIKK, shape)
+    out = weight_OIKK.new_empty(_filters_shape(weight_OIKK, backward))
     _library().dpvision_winograd_filters(
         _at(weight_OIKK), out_channels, in_channels, int(backward), _at(out), torch.get_num_threads()
     )
@@ -144,7 +140,7 @@ def _transform_now(weight_OIKK: Tensor, backward: bool, memory: SharedMemory | N
 
 
 def _convolve_now(x_NCHW: Tensor, filters: Tensor, out_channels: int, bias_O: Tensor | None) -> Tensor:
-    _check(x_NCHW=x_NCHW, filters=filters, **({} if bias_O is None else {"bias_O": bias_O}))
+    _check(x_NCHW=x_NCHW, filters=filters)
     _check_pictures(x_NCHW=x_NCHW)
     expected = (_POINTS, _panels(out_channels), x_NCHW.shape[1], _PANEL)
     if tuple(filters.shape) != expected or not filters.is_contiguous():
@@ -152,13 +148,36 @@ def _convolve_now(x_NCHW: Tensor, filters: Tensor, out_channels: int, bias_O: Te
             f"filters must be what transform() gives for {x_NCHW.shape[1]} to {out_channels} channels, got shape "
             f"{tuple(filters.shape)}."
         )
-    if bias_O is not None and (bias_O.shape != (out_channels,) or not bias_O.is_contiguous()):
-        raise ArgumentError(f"bias_O must be None or {out_channels} numbers, got shape {tuple(bias_O.shape)}.")
+    _check_bias(bias_O, out_channels)
     y_NOHW = _empty_pictures(x_NCHW, out_channels)
     if y_NOHW.numel():
         shape, bias = _shape(x_NCHW, out_channels), None if bias_O is None else _at(bias_O)
         _library().dpvision_winograd_convolve(
             _at(x_NCHW), _at(filters), bias, _at(y_NOHW), ctypes.byref(shape), torch.get_num_threads()
+        )
+    return y_NOHW
+
+
+def _convolve_anew_now(x_NCHW: Tensor, weight_OIKK: Tensor, backward: bool, bias_O: Tensor | None) -> Tensor:
+    _check(x_NCHW=x_NCHW)
+    _check_pictures(x_NCHW=x_NCHW)
+    _check_weight(weight_OIKK)
+    out_channels, channels = weight_OIKK.shape[:2][:: -1 if backward else 1]
+    if x_NCHW.shape[1] != channels:
+        raise ArgumentError(f"x_NCHW must have the filters' {channels} channels, got {x_NCHW.shape[1]}.")
+    _check_bias(bias_O, out_channels)
+    weight_OIKK = weight_OIKK.contiguous()
+    y_NOHW = _empty_pictures(x_NCHW, out_channels)
+    if y_NOHW.numel():
+        shape, bias = _shape(x_NCHW, out_channels), None if bias_O is None else _at(bias_O)
+        _library().dpvision_winograd_convolve_anew(
+            _at(x_NCHW),
+            _at(weight_OIKK),
+            int(backward),
+            bias,
+            _at(y_NOHW),
+            ctypes.byref(shape),
+            torch.get_num_threads(),
         )
     return y_NOHW
 
@@ -182,31 +201,32 @@ def _unit_gradients_now(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, 
     return moments_UMO
 
 
-def _summed_gradient_now(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> Tensor:
+def _add_gradient_now(total_KKIO: Tensor, x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> None:
     _check(x_NCHW=x_NCHW, dy_NOHW=dy_NOHW, factor_N=factor_N)
     _check_pair(x_NCHW, dy_NOHW)
     if factor_N.shape != x_NCHW.shape[:1] or not factor_N.is_contiguous():
         raise ArgumentError(f"factor_N must be {x_NCHW.shape[0]} numbers, got shape {tuple(factor_N.shape)}.")
-    gradient_KKIO = x_NCHW.new_empty(3, 3, x_NCHW.shape[1], dy_NOHW.shape[1])
-    shape = _shape(x_NCHW, dy_NOHW.shape[1])
+    expected = (3, 3, x_NCHW.shape[1], dy_NOHW.shape[1])
+    fits = total_KKIO.dtype == torch.float64 and total_KKIO.device.type == "cpu" and total_KKIO.is_contiguous()
+    if tuple(total_KKIO.shape) != expected or not fits:
+        raise ArgumentError(
+            f"total_KKIO must be contiguous float64 on the CPU of shape {expected}, got {total_KKIO.dtype} on "
+            f"{total_KKIO.device} of shape {tuple(total_KKIO.shape)} with strides {total_KKIO.stride()}."
+        )
+    shape, pictures = _shape(x_NCHW, dy_NOHW.shape[1]), (_at(x_NCHW), _at(dy_NOHW))
     _library().dpvision_winograd_sum(
-        _at(x_NCHW), _at(dy_NOHW), _at(factor_N), _at(gradient_KKIO), ctypes.byref(shape), torch.get_num_threads()
+        *pictures, _at(factor_N), _at(total_KKIO), ctypes.byref(shape), torch.get_num_threads()
     )
-    return gradient_KKIO
 
 
-_transform_op = torch.library.custom_op(
-    "dpvision::winograd_transform",
-    _transform_now,
-    mutates_args=(),
-    schema="(Tensor weight_OIKK, bool backward) -> Tensor",
-)
+_transform_op = torch.library.custom_op("dpvision::winograd_transform", _transform_now, mutates_args=())
+_convolve_anew_op = torch.library.custom_op("dpvision::winograd_convolve_anew", _convolve_anew_now, mutates_args=())
 _convolve_op = torch.library.custom_op("dpvision::winograd_convolve", _convolve_now, mutates_args=())
 _unit_gradients_op = torch.library.custom_op(
     "dpvision::winograd_unit_gradients", _unit_gradients_now, mutates_args=("gradient_UKKIO",)
 )
-_summed_gradient_op = torch.library.custom_op(
-    "dpvision::winograd_summed_gradient", _summed_gradient_now, mutates_args=()
+_add_gradient_op = torch.library.custom_op(
+    "dpvision::winograd_add_gradient", _add_gradient_now, mutates_args=("total_KKIO",)
 )
 
 
@@ -220,14 +240,19 @@ def _(x_NCHW: Tensor, filters: Tensor, out_channels: int, bias_O: Tensor | None)
     return _empty_pictures(x_NCHW, out_channels)
 
 
+@_convolve_anew_op.register_fake
+def _(x_NCHW: Tensor, weight_OIKK: Tensor, backward: bool, bias_O: Tensor | None) -> Tensor:  # noqa: ARG001
+    return _empty_pictures(x_NCHW, weight_OIKK.shape[1 if backward else 0])
+
+
 @_unit_gradients_op.register_fake
 def _(x_NCHW: Tensor, dy_NOHW: Tensor, z_KKIO: Tensor | None, gradient_UKKIO: Tensor) -> Tensor:  # noqa: ARG001
     return _empty_moments(dy_NOHW, z_KKIO, gradient_UKKIO.shape[0])
 
 
-@_summed_gradient_op.register_fake
-def _(x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> Tensor:  # noqa: ARG001
-    return x_NCHW.new_empty(3, 3, x_NCHW.shape[1], dy_NOHW.shape[1])
+@_add_gradient_op.register_fake
+def _(total_KKIO: Tensor, x_NCHW: Tensor, dy_NOHW: Tensor, factor_N: Tensor) -> None:
+    pass
 
 
 def _panels(channels: int) -> int:
@@ -267,6 +292,7 @@ def _library() -> ctypes.CDLL:
     signatures = {
         "filters": (pointer, count, count, ctypes.c_int, pointer, threads),
         "convolve": (pointer, pointer, pointer, pointer, shape, threads),
+        "convolve_anew": (pointer, pointer, ctypes.c_int, pointer, pointer, shape, threads),
         "units": (pointer, pointer, pointer, count, pointer, pointer, shape, threads),
         "sum": (pointer, pointer, pointer, pointer, shape, threads),
     }
@@ -280,6 +306,20 @@ def _check(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
             raise ArgumentError(f"{name} must be float32 on the CPU, got {tensor.dtype} on {tensor.device}.")
+
+
+def _check_weight(weight_OIKK: Tensor) -> None:
+    _check(weight_OIKK=weight_OIKK)
+    if min(weight_OIKK.shape) < 1 or weight_OIKK.shape[2:] != (3, 3):
+        raise ArgumentError(f"weight_OIKK must be filters of 3×3, got shape {tuple(weight_OIKK.shape)}.")
+
+
+def _check_bias(bias_O: Tensor | None, out_channels: int) -> None:
+    if bias_O is None:
+        return
+    _check(bias_O=bias_O)
+    if bias_O.shape != (out_channels,) or not bias_O.is_contiguous():
+        raise ArgumentError(f"bias_O must be None or {out_channels} numbers, got shape {tuple(bias_O.shape)}.")
 
 
 def _check_pictures(**pictures: Tensor) -> None:

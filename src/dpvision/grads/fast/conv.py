@@ -22,9 +22,6 @@ from dpvision.native.channels_last import is_channels_last, laid_out
 _LEAST_SIDE: Final = 3
 """Below this, most of a 4×4 tile is padding."""
 
-_WORTH_TRANSFORMING: Final = 32
-"""Pixels of a picture below which it does not pay to transform filters that are not kept: those of large models."""
-
 _LEAST_GAIN: Final = 0.01
 """Below this, a filter's own output says too little about ⟨z, e⟩."""
 
@@ -61,6 +58,15 @@ class Facts:
 
 class ConvStandIn(StandIn[nn.Conv2d | WSConv2d]):
     """Stands in for a convolution."""
+
+    @property
+    def filter_bytes(self) -> int:
+        """What it takes to keep the filters that it makes of its weight."""
+        return self.layer.weight.nbytes
+
+    def make_anew(self) -> None:
+        """Keep no filters in this step."""
+        self._held["anew"] = True
 
     def used_weight(self) -> Tensor:
         """The weight that the convolution uses."""
@@ -99,13 +105,13 @@ class Winograd(ConvStandIn):
             self._room = weight.new_empty(units, 3, 3, weight.shape[1], weight.shape[0])
         return self._room[:units]
 
-    def filters(self, *, backward: bool) -> winograd.Filters:
-        """The transformed filters of the forward pass or of the input gradient."""
-        memory: winograd.SharedMemory | None = self._held.get("shared memory")
-        if memory is not None:
-            weight = self.derived("weight", lambda: self.used_weight().detach())
-            with torch.no_grad():
-                return winograd.transform(weight, backward=backward, memory=memory)
+    def filters(self, *, backward: bool) -> winograd.Filters | winograd.PlainFilters:
+        """The filters of the forward pass or of the input gradient: transformed once a step, or wherever they are used.
+
+        Transformed ones take four times as much as the weight in each direction.
+        """
+        if "anew" in self._held:
+            return winograd.PlainFilters(self.derived("weight", lambda: self.used_weight().detach()), backward)
         return self.derived(
             f"filters {backward}", lambda: winograd.transform(self.used_weight().detach(), backward=backward)
         )
@@ -116,19 +122,13 @@ class Winograd(ConvStandIn):
 
     @property
     def filter_bytes(self) -> int:
-        """What it would take to keep the filters of both directions."""
+        """What it takes to keep the filters of both directions."""
         layer = self.layer
         return winograd.filter_bytes(in_channels=layer.in_channels, out_channels=layer.out_channels)
 
-    def share(self, memory: winograd.SharedMemory) -> None:
-        """Transform filters anew for every pass, in memory that other layers use as well."""
-        self._held["shared memory"] = memory
-
     def takes(self, x_NIHW: Tensor) -> bool:
         """Whether this input goes through Winograd's method: a picture's size decides, not how many there are."""
-        if not is_channels_last(x_NIHW) or x_NIHW.shape[0] == 0 or min(x_NIHW.shape[2:]) < _LEAST_SIDE:
-            return False
-        return "shared memory" not in self._held or x_NIHW.shape[2:].numel() >= _WORTH_TRANSFORMING
+        return is_channels_last(x_NIHW) and x_NIHW.shape[0] > 0 and min(x_NIHW.shape[2:]) >= _LEAST_SIDE
 
     def forward(self, x_NIHW: Tensor) -> Tensor:
         """Convolve."""
@@ -213,15 +213,6 @@ class HeldWSConv2d(ConvStandIn):
 
     Those of a large model take as much memory as all its weights, and are made anew wherever they are used.
     """
-
-    @property
-    def filter_bytes(self) -> int:
-        """What it takes to keep the filters."""
-        return self.layer.weight.nbytes
-
-    def make_anew(self) -> None:
-        """Keep no filters in this step."""
-        self._held["anew"] = True
 
     @property
     def _standardised(self) -> WSConv2d:

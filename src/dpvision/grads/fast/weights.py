@@ -40,6 +40,7 @@ class WinogradGradient(Share):
         self._units = units
         self._formed: tuple[Tensor, Tensor] | None = None
         self._summed: tuple[Tensor, Tensor] | None = None
+        self._normed = False
 
     @property
     def held_bytes(self) -> int:
@@ -60,6 +61,7 @@ class WinogradGradient(Share):
 
     def gram_norms_sq(self, dy_NOHW: Tensor) -> Tensor:
         """Squared norms for this output gradient without forming anything."""
+        self._normed = True
         x_UTI, g_UTO = (part.flatten(2).mT for part in (self._x, dy_NOHW))
         x_gram_UTT, g_gram_UTT = torch.bmm(x_UTI, x_UTI.mT), torch.bmm(g_UTO, g_UTO.mT)
         lost_U = gram_underflow(x_gram_UTT, g_gram_UTT, inputs=9 * self._x.shape[1], outputs=dy_NOHW.shape[1])
@@ -68,25 +70,26 @@ class WinogradGradient(Share):
     def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
         if self._formed is not None:
             return Kept(self._formed[0]).weighted_sum(factor_U, dead_U)
-        if self._summed is None or self._summed[0] is not factor_U:  # a gain asks for the same sum as its weight
-            self._summed = factor_U, self._sum(factor_U)
+        if self._summed is None or self._summed[0] is not factor_U:
+            self._summed = factor_U, self._add_to(self._zeros(), factor_U)
         return self._summed[1]
-
-    def _sum(self, factor_U: Tensor) -> Tensor:
-        """In float64 over runs of rows: a long sum in float32 would round away more than the noise may cover."""
-        factor_N = factor_U.to(torch.float32).repeat_interleave(self._x.shape[0] // self._units)
-        total: Tensor | None = None
-        for x, dy, factor in zip(*(part.split(_RUN) for part in (self._x, self._dy, factor_N)), strict=True):
-            part = winograd.summed_gradient(x, dy, factor)
-            total = part.double() if total is None else total.add_(part)
-        if total is None:
-            raise ValueError("there are no rows to add up")
-        return total
 
     def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
         if self._formed is not None:
             return Kept(self._formed[0]).add_weighted_sum(total, factor_U, dead_U)
-        return super().add_weighted_sum(total, factor_U, dead_U)
+        if not self._normed:  # a gain that was not asked for its norms will ask for the same sum as its weight
+            return super().add_weighted_sum(total, factor_U, dead_U)
+        return self._add_to(self._zeros() if total is None else total, factor_U)
+
+    def _zeros(self) -> Tensor:
+        return self._x.new_zeros(3, 3, self._x.shape[1], self._dy.shape[1], dtype=torch.float64)
+
+    def _add_to(self, total: Tensor, factor_U: Tensor) -> Tensor:
+        """In float64 over runs of rows: a long sum in float32 would round away more than the noise may cover."""
+        factor_N = factor_U.to(torch.float32).repeat_interleave(self._x.shape[0] // self._units)
+        for x, dy, factor in zip(*(part.split(_RUN) for part in (self._x, self._dy, factor_N)), strict=True):
+            winograd.add_gradient(total, x, dy, factor)
+        return total
 
     @property
     def finish(self) -> Finish:

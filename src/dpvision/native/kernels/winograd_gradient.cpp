@@ -16,7 +16,7 @@ constexpr int BLOCK_SIZE = PATCH * COLUMN_SIZE;      // at all points
 #if defined(__AVX512F__)
 constexpr int BLOCK_ROWS = 16;
 #else
-constexpr int BLOCK_ROWS = 4;
+constexpr int BLOCK_ROWS = 6;
 #endif
 
 // Some rows of a batch, whose gradients are added up with a factor each; no factors means one for all.
@@ -26,11 +26,12 @@ struct Rows {
 };
 
 // Where the result goes: a gradient (3, 3, in, out), and per output channel its squares and, if there is a `z` of the
-// gradient's shape, its sum and its inner product with z. No moments are wanted where `moments` is null.
+// gradient's shape, its sum and its inner product with z. Or, instead of all that, it is added to a `total`.
 struct Result {
-    float* gradient;
-    double* moments;
-    const float* z;
+    float* gradient = nullptr;
+    double* moments = nullptr;
+    const float* z = nullptr;
+    double* total = nullptr;
     bool streams = false;  // whether the gradient is written past the caches: nobody reads it soon
 
     int64_t kinds() const { return z ? 3 : 1; }
@@ -156,8 +157,8 @@ template <class In> void finish_column(In in, const float* products, int j, floa
 }
 
 // (Gᵀq)G for one input channel and a panel of output channels.
-template <bool WITH_Z, class Out>
-static inline void finish_row(Out out, const float* half, float* gradient, const float* z, int64_t tap_stride,
+template <bool WITH_Z, class Out, class Number>
+static inline void finish_row(Out out, const float* half, Number* gradient, const float* z, int64_t tap_stride,
                               Run& run) {
     for (int i = 0; i < 3; i++) {
         v16 q[PATCH], taps[3];
@@ -184,15 +185,15 @@ void add_lanes(const v16& values, int lanes, double* to) {
 // Writes the gradient of a pair of panels, which begin at input channel `row` and output channel `column`; `moments`
 // (kinds, out channels) are those of this input panel. A function of its own, or it would compete for registers with
 // what it is called from.
-template <bool WITH_Z, class In, class Out>
+template <bool WITH_Z, class In, class Out, class Number>
 __attribute__((noinline)) void finish_pair(In in, int64_t row, Out out, int64_t column, const float* half,
-                                           const Result& result, const Shape& shape, double* moments) {
+                                           Number* gradient, const float* z, const Shape& shape, double* moments) {
     const int64_t tap_stride = shape.in_channels * shape.out_channels;
     Run run;
     for (int r = 0; r < in.count(); r++) {
         const int64_t offset = (row + r) * shape.out_channels + column;
-        finish_row<WITH_Z>(out, half + r * 3 * PATCH * PANEL, result.gradient + offset,
-                           WITH_Z ? result.z + offset : nullptr, tap_stride, run);
+        finish_row<WITH_Z>(out, half + r * 3 * PATCH * PANEL, gradient + offset, WITH_Z ? z + offset : nullptr,
+                           tap_stride, run);
     }
     if (!moments) return;
     add_lanes(run.squares, out.count(), moments + column);
@@ -225,13 +226,26 @@ void end_stream() {
 #endif
 }
 
+// Added to a running sum in float64.
+template <class Panel> struct AddedPanel : Panel {
+    void put(double* p, const v16& values) const {
+        float single[PANEL];
+        panel_at(single) = values;
+        for (int lane = 0; lane < this->count(); lane++) p[lane] += single[lane];
+    }
+};
+
 template <class In, class Out>
 void finish(In in, int64_t row, Out out, int64_t column, const float* half, const Result& result, const Shape& shape,
             double* moments) {
+    const auto finish_with = [&](auto panel, auto* gradient) {
+        if (result.z) return finish_pair<true>(in, row, panel, column, half, gradient, result.z, shape, moments);
+        finish_pair<false>(in, row, panel, column, half, gradient, nullptr, shape, moments);
+    };
+    if (result.total) return finish_with(AddedPanel<Out>{out}, result.total);
     if constexpr (std::is_same_v<Out, WholePanel>)
-        if (result.streams) return finish(in, row, StreamedPanel{}, column, half, result, shape, moments);
-    if (result.z) return finish_pair<true>(in, row, out, column, half, result, shape, moments);
-    finish_pair<false>(in, row, out, column, half, result, shape, moments);
+        if (result.streams) return finish_with(StreamedPanel{}, result.gradient);
+    finish_with(out, result.gradient);
 }
 
 // One pair of panels. Column by column, so that little lies between the two halves of the way back.
@@ -244,6 +258,18 @@ void multiply_pair(In in, const Panels& x, const Chunk& chunk, int64_t out_panel
         multiply_column(in, x, chunk, out_panel, j, products);
         if (chunk.last) finish_column(in, products, j, half);
     }
+}
+
+// Calls a pair's part of the total into the cache: it lies in many places, which the processor does not foresee.
+template <class In>
+void call_total(In in, int64_t row, int64_t column, const Result& result, const Shape& shape) {
+    constexpr int64_t LINE = 8;
+    for (int64_t tap = 0; tap < 9; tap++)
+        for (int r = 0; r < in.count(); r++) {
+            const double* at = result.total + (tap * shape.in_channels + row + r) * shape.out_channels + column;
+            __builtin_prefetch(at, 1);
+            __builtin_prefetch(at + LINE, 1);
+        }
 }
 
 // One input panel, from channel `row` on, transformed here, against all output panels.
@@ -259,6 +285,7 @@ void multiply_panel(In in, int64_t row, const Chunk& chunk, const Result& result
     for_panels(shape.out_channels, [&](auto out, int64_t column) {
         const int64_t out_panel = column / PANEL;
         float* kept = chunk.kept ? chunk.kept + (first_pair + out_panel) * BLOCK_SIZE : nullptr;
+        if (chunk.last && result.total) call_total(in, row, column, result, shape);
         multiply_pair(in, x, chunk, out_panel, kept, half);
         if (chunk.last) finish(in, row, out, column, half, result, shape, moments);
     });
@@ -293,7 +320,7 @@ void add_gradients(const Rows& rows, const Result& result, int threads) {
     const int64_t in_panels = panels_of(shape.in_channels), out_panels = panels_of(shape.out_channels);
     const int64_t moments = result.moments ? result.kinds() * shape.out_channels : 0;
     std::vector<double> by_panel(in_panels * moments, 0.0);
-    if (all_tiles == 0) std::fill(result.gradient, result.gradient + 9 * entries, 0.f);
+    if (all_tiles == 0 && result.gradient) std::fill(result.gradient, result.gradient + 9 * entries, 0.f);
 
     const float* outside = zeros(std::max(shape.in_channels, shape.out_channels));
     tile.resize(size);
@@ -320,7 +347,7 @@ extern "C" void dpvision_winograd_units(const float* x, const float* dy, const f
     const int64_t entries = 9 * shape.in_channels * shape.out_channels, places = shape.rows * shape.positions();
     const auto one_unit = [&](int64_t unit, int inside) {
         const Rows rows{x + unit * places * shape.in_channels, dy + unit * places * shape.out_channels, nullptr, shape};
-        Result result{gradients + unit * entries, nullptr, z};
+        Result result{gradients + unit * entries, nullptr, z, nullptr};
         result.moments = moments + unit * result.kinds() * shape.out_channels;
         result.streams = shape.out_channels % PANEL == 0 && reinterpret_cast<uintptr_t>(gradients) % 64 == 0;
         add_gradients(rows, result, inside);
@@ -334,8 +361,8 @@ extern "C" void dpvision_winograd_units(const float* x, const float* dy, const f
         for (int64_t unit = 0; unit < units; unit++) one_unit(unit, 1);
 }
 
-// Σ factor · gradient over all rows: (3, 3, in, out).
-extern "C" void dpvision_winograd_sum(const float* x, const float* dy, const float* factors, float* gradient,
+// total += Σ factor · gradient over all rows: (3, 3, in, out).
+extern "C" void dpvision_winograd_sum(const float* x, const float* dy, const float* factors, double* total,
                                       const Shape* sizes, int threads) {
-    add_gradients({x, dy, factors, *sizes}, {gradient, nullptr, nullptr}, threads);
+    add_gradients({x, dy, factors, *sizes}, {nullptr, nullptr, nullptr, total}, threads);
 }
