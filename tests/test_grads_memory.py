@@ -234,7 +234,9 @@ def test_only_new_sums_give_memory_back(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(given) == expected
 
 
-@pytest.mark.parametrize(("held_bytes", "units"), [(1 << 20, 64), (100 << 20, 4), (400 << 20, 2), (3 << 30, 1)])
+@pytest.mark.parametrize(
+    ("held_bytes", "units"), [(1 << 20, 64), (50 << 20, 4), (100 << 20, 4), (400 << 20, 2), (3 << 30, 1)]
+)
 def test_a_few_units_of_a_large_model_may_take_as_much_as_its_sums(held_bytes: int, units: int) -> None:
     like = next(rows(1).microbatches(1))
     network = nn.Linear(1 << 10, 1 << 7)  # its sums take a MiB, which is nothing beside what a micro-batch may take
@@ -243,7 +245,7 @@ def test_a_few_units_of_a_large_model_may_take_as_much_as_its_sums(held_bytes: i
     assert engine._microbatch_size(found, network, like, performance) == units
     with torch.device("meta"):
         large = nn.Linear(1 << 14, 1 << 14)  # 2 GiB of sums
-    expected = {1 << 20: 64, 100 << 20: 4, 400 << 20: 4, 3 << 30: 1}[held_bytes]
+    expected = {1 << 20: 64, 50 << 20: 8, 100 << 20: 4, 400 << 20: 4, 3 << 30: 1}[held_bytes]
     assert engine._microbatch_size(found, large, like, performance) == expected
 
 

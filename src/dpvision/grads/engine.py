@@ -141,6 +141,9 @@ def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performan
     # the sums that they are added to.
     sums = 8 * sum(parameter.numel() for parameter in trainable(network).values())  # of float64
     fitting = max(memory // unit, min(_FEW, max(4 * memory, sums) // unit))
+    # Every micro-batch reads all weights and sums again: where they are large beside it, it may be twice as large.
+    if _EVEN * unit <= min(2 * memory, 3 * sums):
+        fitting = max(fitting, _EVEN)
     # Whole multiples of eight, or of two, share evenly among threads.
     # What a model works with between its layers is not counted, and may be much for pictures (a scattering transform).
     most = _MOST_FEATURE_ROWS if like.inputs.dim() == 2 or _only_linear(network) else _MOST_PICTURES
