@@ -133,6 +133,14 @@ def test_gradients_are_added_to_a_total_in_float64() -> None:
     assert not torch.equal(total, before.float() + summed(x, dy, factor))
 
 
+def test_what_is_not_finite_in_one_channel_stays_in_that_channel_of_the_total() -> None:
+    x, dy = pictures(2, 5, (7, 9)), pictures(2, 3, (7, 9), 1)
+    x[:, 1] = float("inf")
+    total = summed(x, dy, torch.ones(2))
+    assert not total[:, :, 1].isfinite().any()
+    assert total[:, :, [0, 2, 3, 4]].isfinite().all()
+
+
 @pytest.mark.parametrize("channels", [(64, 48), (67, 64), (33, 17), (5, 3)])
 @pytest.mark.parametrize("size", SIZES)
 def test_moments_are_those_of_the_gradient_that_is_returned(size: tuple[int, int], channels: tuple[int, int]) -> None:

@@ -12,6 +12,16 @@ NATIVE = (
         ("rows are not weighted", "tile.factor = rows.factors ? rows.factors[row] : 1.f;", "tile.factor = 1.f;"),
         ("a unit is its first row", "shape.rows /= units;", "shape.rows = 1;"),
         ("old moments stay", "std::fill(moments, moments + count, 0.0);", ""),
+        ("only the last rows are in the total", "p[lane] += single[lane];", "p[lane] = single[lane];"),
+        ("a total in float32", "p[lane] += single[lane];", "p[lane] = float(p[lane]) + single[lane];"),
+        ("a total reaches beyond its channels", "lane < this->count()", "lane < PANEL"),
+    ),
+    *mutations(
+        "test_native_winograd",
+        "native/kernels/winograd_convolve_anew.cpp",
+        ("only the last channels count", "begin > 0, products", "false, products"),
+        ("every group is the first", "packed.group(0, group), packed.channels", "packed.values, packed.channels"),
+        ("later tiles are the first again", "pack_block(x, shape, first + group", "pack_block(x, shape, group"),
     ),
     *mutations(
         "test_native_norm_act",
