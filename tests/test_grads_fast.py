@@ -264,10 +264,12 @@ def test_no_kernel_and_no_micro_batch_size_changes_the_result_beyond_rounding() 
 
 
 @needs_kernels
-def test_without_clipping_the_twins_sum_is_the_ordinary_gradient() -> None:
+@pytest.mark.parametrize("microbatch_size", [None, 2])
+def test_without_clipping_the_twins_sum_is_the_ordinary_gradient(microbatch_size: int | None) -> None:
+    performance = Performance(kernels="native", microbatch_size=microbatch_size)
     for name in ("standardised", "torchvision style"):
         model, (x, y) = seeded(NETWORKS[name]), rows(5, 8)
-        found = unclipped_sum_of_batch(model, wavy_loss, Rows(x, y, 1), performance=NATIVE)
+        found = unclipped_sum_of_batch(model, wavy_loss, Rows(x, y, 1), performance=performance)
         names = dict(model.named_parameters())
         true = torch.autograd.grad(wavy_loss(model(x), y).sum(), list(names.values()))
         assert relative_error(found, dict(zip(names, true, strict=True))) <= TOLERANCE
@@ -411,23 +413,39 @@ def test_float64_and_strange_layouts_run_as_they_are() -> None:
 def test_filters_that_are_not_kept_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y) = seeded(NETWORKS[name]), rows(6, 8)
     kept = sums(model, Rows(x, y, 1), NATIVE)
-    monkeypatch.setattr(holding, "_ROOM", {Winograd: 0})
+    monkeypatch.setattr(holding, "_ROOM", {Winograd: holding.Room(0, 0)})
     monkeypatch.setattr(native.winograd, "transform", None)
+    given: list[object] = []
+    right = native.winograd.convolve
+    monkeypatch.setattr(
+        native.winograd, "convolve", lambda x, filters, b: given.append(filters) or right(x, filters, b)
+    )
     anew = sums(model, Rows(x, y, 1), NATIVE)
+    assert given
+    assert all(isinstance(filters, native.winograd.PlainFilters) for filters in given)
     assert all(torch.equal(kept[name], anew[name]) for name in kept)
 
 
 @needs_kernels
-@pytest.mark.parametrize(("room", "kept"), [(8, [True, True]), (6, [True, False]), (3, [False, False])])
-def test_filters_are_kept_while_there_is_room_and_no_layer_takes_most_of_it(
-    room: int, kept: list[bool], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("all_layers", "one_layer", "kept"),
+    [
+        (4, 2, [True, True, True]),
+        (4, 1, [True, True, False]),
+        (3, 2, [True, True, False]),
+        (1, 2, [True, False, False]),
+    ],
+)
+def test_filters_are_kept_while_there_is_room(
+    all_layers: int, one_layer: int, kept: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    twin = fast_twin(nn.Sequential(*(nn.Conv2d(16, 16 * n, 3, padding=1) for n in (1, 2)), nn.Flatten()))
+    sizes = ((16, 16), (16, 16), (16, 32))
+    twin = fast_twin(nn.Sequential(*(nn.Conv2d(*channels, 3, padding=1) for channels in sizes), nn.Flatten()))
     assert twin is not None
     layers = [module for module in twin.modules() if isinstance(module, Winograd)]
     least = layers[0].filter_bytes
-    assert layers[1].filter_bytes == 2 * least
-    monkeypatch.setattr(holding, "_ROOM", {Winograd: room * least})
+    assert [layer.filter_bytes for layer in layers] == [least, least, 2 * least]
+    monkeypatch.setattr(holding, "_ROOM", {Winograd: holding.Room(all_layers * least, one_layer * least)})
     with holding.held_through_step(twin):
         assert [isinstance(layer.filters(backward=False), native.winograd.Filters) for layer in layers] == kept
 
@@ -446,7 +464,7 @@ def test_standardised_filters_that_are_made_anew_change_no_bit(per_unit: int, mo
     made: list[None] = []
     right = HeldWSConv2d.filters
     monkeypatch.setattr(HeldWSConv2d, "filters", lambda layer: made.append(None) or right(layer))
-    monkeypatch.setattr(holding, "_ROOM", {HeldWSConv2d: 0})
+    monkeypatch.setattr(holding, "_ROOM", {HeldWSConv2d: holding.Room(0, 0)})
     assert twin_of(model, Rows(x, y, per_unit)) is not None
     anew = sums(model, Rows(x, y, per_unit), NATIVE)
     assert len(made) == 5  # forward and backward of three layers, but nobody asks for the gradient of pictures
@@ -456,7 +474,7 @@ def test_standardised_filters_that_are_made_anew_change_no_bit(per_unit: int, mo
 
 @needs_kernels
 def test_a_gain_that_trains_alone_has_its_gradient_where_filters_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holding, "_ROOM", {HeldWSConv2d: 0})
+    monkeypatch.setattr(holding, "_ROOM", {HeldWSConv2d: holding.Room(0, 0)})
     model, (x, y) = seeded(bottlenecks), rows(6, 8)
     for parameter in (model[0].weight, model[0].bias):
         parameter.requires_grad_(False)

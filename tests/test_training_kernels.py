@@ -10,6 +10,7 @@ import torch
 
 from dpvision import models, native
 from dpvision.grads import Performance, admission
+from dpvision.training import binding
 from dpvision.training.loop import take_step
 from dpvision.training.start import begin, come_back
 from tiny_runs import CLASSES, SIDE, tiny_config, write_pictures
@@ -55,6 +56,34 @@ def test_other_kernels_make_a_fork(tmp_path: Path, pictures: Path, monkeypatch: 
     session, notes = come_back(tmp_path / "run", allow_fork=False, device="cpu")
     assert session.fork == 1
     assert any(note.startswith("kernels changed: the run forks") for note in notes)
+
+
+def test_other_code_makes_a_fork(tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, _ = begin(tiny_config(pictures), tmp_path / "run", seed=3, device="cpu")
+    take_step(session)
+    session.save_checkpoint()
+    session.folder.close()
+    monkeypatch.setattr(binding, "code_digest", lambda: "an engine that adds up in another order")
+    session, notes = come_back(tmp_path / "run", allow_fork=False, device="cpu")
+    assert session.fork == 1
+    assert any(note.startswith("code changed: the run forks") for note in notes)
+
+
+def test_a_digest_of_the_code_sees_every_module_that_computes(tmp_path: Path) -> None:
+    def changed(name: str) -> bool:
+        before = binding.code_digest(tmp_path)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+        binding.code_digest.cache_clear()
+        return binding.code_digest(tmp_path) != before
+
+    try:
+        for name in ("noise.py", "grads/engine.py", "grads/fast/conv.py", "data/draws.py", "native/winograd.py"):
+            assert changed(name)
+        assert not changed("report/style.py")
+        assert binding.code_digest(tmp_path) != binding.code_digest(Path(binding.__file__).parent.parent)
+    finally:
+        binding.code_digest.cache_clear()
 
 
 def test_with_compiled_kernels_every_resumption_is_a_fork(tmp_path: Path, pictures: Path) -> None:

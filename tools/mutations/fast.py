@@ -64,6 +64,13 @@ FAST = (
         ("the scale of standardised filters is lost in ghost norms", "dy * scale_O[:, None, None]", "dy"),
         ("the bias stays in the inner product", "(dyy_U - bias * dy_U)", "dyy_U"),
         ("ghost norms across the rows of a unit", "self._x.shape[0] == self._units and ", ""),
+        ("earlier micro-batches are lost", "self._zeros() if total is None else total", "self._zeros()"),
+    ),
+    *mutations(
+        "test_grads_fast",
+        "grads/fast/holding.py",
+        ("filters take more room than there is", "so_far > room.all_layers or ", ""),
+        ("one layer may take all the room", " or one.filter_bytes > room.one_layer", ""),
     ),
     *mutations(
         "test_grads_fast",

@@ -31,6 +31,12 @@ TRAINING = (
         ("a fork keeps its key", 'f"fork={fork}"', '"fork"'),
     ),
     *mutations(
+        "test_training_kernels",
+        "training/binding.py",
+        ("other code, same noise", '        "code": code_digest(),\n', ""),
+        ("only the first folder's code counts", '("data", "grads",', '("data",) or ("grads",'),
+    ),
+    *mutations(
         "test_training",
         "training/release.py",
         ("weights moved by hand are certified", "    session.optimizer.check_untouched()\n", ""),

@@ -14,7 +14,8 @@ from dpvision.native import switched_off
 class Performance(BaseModel):
     """How a step is computed. Nothing here is a privacy setting.
 
-    ``microbatch_size`` counts units; ``None`` lets the engine choose so that a micro-batch stays near ``memory_mib``.
+    ``microbatch_size`` counts units; ``None`` lets the engine choose so that a micro-batch stays near ``memory_mib``;
+    eight units of a model with many weights may take twice as much, four of any model four times.
     ``channels_last`` lays pictures out channel by channel, where the model takes them so: faster on a CPU.
     ``kernels`` says what computes: "native" compiled C++ where it is at hand and the layer fits (refused where it is
     not at hand), "compiled" fused norms by ``torch.compile``, "plain" PyTorch's own operations; "auto" is native if

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import platform
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import numpy
 import torch
@@ -13,6 +16,8 @@ from dpvision.keys import Keys
 from dpvision.noise import generator_fingerprint
 
 Binding = dict[str, str]
+_CODE: Final = ("*.py", *(f"{part}/**/*.py" for part in ("data", "grads", "models", "native", "optim", "training")))
+"""Modules that have a hand in a released gradient: another order of adding up is another rounding."""
 
 
 def current_binding(*, run_id: str, config_digest: str, data_fingerprint: str, device: str, **more: str) -> Binding:
@@ -28,10 +33,21 @@ def current_binding(*, run_id: str, config_digest: str, data_fingerprint: str, d
         "numpy": numpy.__version__,
         "generator": generator_fingerprint(),
         "dpvision": __version__,
+        "code": code_digest(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
         "kernels": native.identity(),
     }
+
+
+@functools.cache
+def code_digest(package: Path = Path(__file__).parent.parent) -> str:
+    """A digest of the code that draws, computes and adds up; that of native kernels is in their own identity."""
+    content = hashlib.sha256()
+    for source in sorted(path for pattern in _CODE for path in package.glob(pattern)):
+        content.update(f"{source.relative_to(package).as_posix()}\0{source.stat().st_size}\0".encode())
+        content.update(source.read_bytes())
+    return content.hexdigest()
 
 
 def bound_keys(keys: Keys, binding: Binding, fork: int) -> Keys:

@@ -65,7 +65,7 @@ class ConvStandIn(StandIn[nn.Conv2d | WSConv2d]):
         return self.layer.weight.nbytes
 
     def make_anew(self) -> None:
-        """Keep no filters in this step."""
+        """Keep nothing that is larger than the weight in this step."""
         self._held["anew"] = True
 
     def used_weight(self) -> Tensor:
@@ -111,7 +111,8 @@ class Winograd(ConvStandIn):
         Transformed ones take four times as much as the weight in each direction.
         """
         if "anew" in self._held:
-            return winograd.PlainFilters(self.derived("weight", lambda: self.used_weight().detach()), backward)
+            weight = self.derived("weight", lambda: self.used_weight().detach().contiguous())
+            return winograd.PlainFilters(weight, backward)
         return self.derived(
             f"filters {backward}", lambda: winograd.transform(self.used_weight().detach(), backward=backward)
         )

@@ -5,18 +5,27 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple, final
 
 from torch import nn
 
 from dpvision.grads.fast.conv import ConvStandIn, HeldWSConv2d, Winograd
 from dpvision.grads.fast.stand_in import StandIn
 
-_ROOM: Final[dict[type[ConvStandIn], int]] = {Winograd: 1 << 27, HeldWSConv2d: 1 << 26}
-"""Bytes for filters, transformed or standardised: those of a large model are not all kept."""
 
-_MOST_OF_THE_ROOM: Final = 1 / 4
-"""For one layer. Larger filters are better made anew: it takes hardly longer than to read them back from memory."""
+@final
+class Room(NamedTuple):
+    """Bytes for the filters of all layers of a kind, and for those of a single one."""
+
+    all_layers: int
+    one_layer: int
+
+
+_ROOM: Final[dict[type[ConvStandIn], Room]] = {
+    # Larger filters are not worth keeping: transforming them takes hardly longer than reading them back.
+    Winograd: Room(1 << 27, 1 << 25),
+    HeldWSConv2d: Room(1 << 26, 1 << 26),
+}
 
 
 @contextmanager
@@ -35,12 +44,12 @@ def held_through_step(network: nn.Module) -> Iterator[None]:
             layer.release()
 
 
-def _beyond(layers: Sequence[ConvStandIn], room: int) -> list[ConvStandIn]:
+def _beyond(layers: Sequence[ConvStandIn], room: Room) -> list[ConvStandIn]:
     """Those for whose filters there is no room: the smallest are kept, because they are used for the most pixels."""
     ordered = sorted(layers, key=lambda one: one.filter_bytes)
     taken = itertools.accumulate(one.filter_bytes for one in ordered)
     return [
         one
         for one, so_far in zip(ordered, taken, strict=True)
-        if so_far > room or one.filter_bytes > _MOST_OF_THE_ROOM * room
+        if so_far > room.all_layers or one.filter_bytes > room.one_layer
     ]

@@ -31,13 +31,17 @@ _GHOST: Final = 8
 
 @final
 class WinogradGradient(Share):
-    """One convolution's weight gradient, in the order (K, K, I, O)."""
+    """One convolution's weight gradient, in the order (K, K, I, O).
 
-    def __init__(self, layer: Winograd, x_NIHW: Tensor, dy_NOHW: Tensor, units: int) -> None:
+    With ``has_gain``, a gain that was not asked for its norms will ask for the same sum as the weight.
+    """
+
+    def __init__(self, layer: Winograd, x_NIHW: Tensor, dy_NOHW: Tensor, units: int, *, has_gain: bool = False) -> None:
         self._layer = layer
         self._x = x_NIHW
         self._dy = dy_NOHW
         self._units = units
+        self._has_gain = has_gain
         self._formed: tuple[Tensor, Tensor] | None = None
         self._summed: tuple[Tensor, Tensor] | None = None
         self._normed = False
@@ -77,7 +81,7 @@ class WinogradGradient(Share):
     def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
         if self._formed is not None:
             return Kept(self._formed[0]).add_weighted_sum(total, factor_U, dead_U)
-        if not self._normed:  # a gain that was not asked for its norms will ask for the same sum as its weight
+        if self._has_gain and not self._normed:
             return super().add_weighted_sum(total, factor_U, dead_U)
         return self._add_to(self._zeros() if total is None else total, factor_U)
 
@@ -127,7 +131,7 @@ def standardised(call: LayerCall) -> dict[str, Share]:
     if not module.takes(call.x):
         return standardised_by_windows(replace(call, module=module.layer), module.facts().standardisation)
     facts, dy = module.facts(), laid_out(call.dy)
-    used = WinogradGradient(module, call.x, dy, call.units)
+    used = WinogradGradient(module, call.x, dy, call.units, has_gain="gain" in call.wanted)
     by_ghost = partial(_moments_by_ghost, call, dy, used, facts)
     known = cache(by_ghost if used.by_ghost and facts.steep else partial(_moments, used, facts))
     shares: dict[str, Share] = {
