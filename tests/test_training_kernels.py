@@ -47,26 +47,20 @@ def test_how_gradients_are_computed_is_settled_on_everybodys_weights(
     assert not all(torch.equal(session.model.state_dict()[name], value) for name, value in public.items())
 
 
-def test_other_kernels_make_a_fork(tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fact", "module", "name"), [("kernels", native, "identity"), ("code", binding, "code_digest")]
+)
+def test_other_kernels_or_other_code_make_a_fork(
+    fact: str, module: object, name: str, tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session, _ = begin(tiny_config(pictures), tmp_path / "run", seed=3, device="cpu")
     take_step(session)
     session.save_checkpoint()
     session.folder.close()
-    monkeypatch.setattr(native, "identity", lambda: "native something else")
+    monkeypatch.setattr(module, name, lambda: "something else, which adds up in another order")
     session, notes = come_back(tmp_path / "run", allow_fork=False, device="cpu")
     assert session.fork == 1
-    assert any(note.startswith("kernels changed: the run forks") for note in notes)
-
-
-def test_other_code_makes_a_fork(tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session, _ = begin(tiny_config(pictures), tmp_path / "run", seed=3, device="cpu")
-    take_step(session)
-    session.save_checkpoint()
-    session.folder.close()
-    monkeypatch.setattr(binding, "code_digest", lambda: "an engine that adds up in another order")
-    session, notes = come_back(tmp_path / "run", allow_fork=False, device="cpu")
-    assert session.fork == 1
-    assert any(note.startswith("code changed: the run forks") for note in notes)
+    assert any(note.startswith(f"{fact} changed: the run forks") for note in notes)
 
 
 def test_a_digest_of_the_code_sees_every_module_that_computes(tmp_path: Path) -> None:
