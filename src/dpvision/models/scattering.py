@@ -141,9 +141,15 @@ class Scattering(nn.Module):
         """Numbers that a colour of a picture becomes."""
         return self.paths * self.output_size[0] * self.output_size[1]
 
+    def tables(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The wavelets of every scale and level up to it, and the blurs of every level, along y and along x."""
+        wavelets = [self.get_buffer(f"psi_{j}_{level}") for j in range(self.scales) for level in range(j + 1)]
+        blurs = [self.get_buffer(f"blur_{axis}_{level}") for level in range(self.scales) for axis in "yx"]
+        return wavelets, blurs
+
     def _keep(self, name: str, values: Array) -> None:
         # Not in the state dict: they follow from the options.
-        self.register_buffer(name, torch.from_numpy(values.astype(np.float32)), persistent=False)
+        self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)), persistent=False)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """Scatter each colour on its own."""

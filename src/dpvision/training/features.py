@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -12,9 +13,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from dpvision import __version__
+from dpvision import __version__, native
 from dpvision.config import RunConfig
 from dpvision.data import Features, ImageStore, Normalisation, cache_folder, extract, kept_features
+from dpvision.grads.forward import quick_forward
 from dpvision.training.phases import Phase
 from dpvision.training.prepare import Pictures
 
@@ -42,31 +44,47 @@ def run_features(
         return None
     front = copy.deepcopy(phase.front).eval()
     front.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] (faster convolutions on a CPU)
-    half = config.feature_precision == "bfloat16"
-
-    def look(inputs: Tensor) -> Tensor:
-        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16, enabled=half):
-            return front(inputs)
 
     def of(store: ImageStore, *, mirrored: bool) -> Features:
         def compute() -> Features:
             told = _Told(store.name, say)
-            return extract(
-                look,
-                store.images,
-                normalisation,
-                mirrored=mirrored,
-                dtype=phase.dtype,
-                device=device,
-                progress=told.progress,
-            )
+            made_up = normalisation.apply(_made_up(store.images).to(device))
+            with config.performance.chosen_kernels(), _quickly(front, made_up, config.feature_precision) as look:
+                return extract(
+                    look,
+                    store.images,
+                    normalisation,
+                    mirrored=mirrored,
+                    dtype=phase.dtype,
+                    device=device,
+                    progress=told.progress,
+                )
 
         if config.cache_features != "disk":
             return compute()
-        key = _key(front, config, store, normalisation, f"{phase.dtype} {mirrored} {config.feature_precision}")
+        with config.performance.chosen_kernels():
+            how = f"{phase.dtype} {mirrored} {config.feature_precision} {native.identity()}"
+        key = _key(front, config, store, normalisation, how)
         return kept_features(_folder(config), key, compute)
 
     return RunFeatures(of(pictures.train, mirrored=phase.mirrored), of(pictures.test, mirrored=False))
+
+
+def _made_up(images: Tensor) -> Tensor:
+    """Two pictures of that shape out of nothing, on which ways to the features are compared: no private one decides."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(256, (2, *images.shape[1:]), generator=generator, dtype=torch.uint8)
+
+
+@contextmanager
+def _quickly(front: nn.Module, made_up: Tensor, precision: str) -> Iterator[Callable[[Tensor], Tensor]]:
+    """What to call for the front's outputs: its fast layers where they agree with it, or bfloat16 if asked for."""
+    if precision != "bfloat16":
+        with quick_forward(front, made_up) as look:
+            yield look
+        return
+    with torch.autocast(made_up.device.type, dtype=torch.bfloat16):
+        yield front
 
 
 @final

@@ -18,9 +18,11 @@ from dpvision.grads.fast.conv import HeldWSConv2d, WinogradConv2d, WinogradWSCon
 from dpvision.grads.fast.linear import SkinnyLinear
 from dpvision.grads.fast.norm import FusedNorm
 from dpvision.grads.fast.pool import FastMaxPool, is_max_pool
+from dpvision.grads.fast.scattering import FastScattering
 from dpvision.grads.fast.trace import traced
 from dpvision.grads.rules import rule_for
 from dpvision.models.layers import WSConv2d
+from dpvision.models.scattering import Scattering
 from dpvision.native.norm_act import Chain
 
 _LAYERS: Final[dict[type[nn.Module], str]] = {
@@ -81,6 +83,8 @@ def _stand_in_for(module: nn.Module) -> nn.Module | None:
         return FastMaxPool(window)
     if type(module) is nn.Tanh:
         return FastTanh()
+    if type(module) is Scattering:
+        return FastScattering(module)
     if not _answered_for(module):
         return None
     if isinstance(module, nn.Conv2d) and WinogradConv2d.fits(module):
