@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+import dpvision.training.features as features_module
 import dpvision.training.phases as phases_module
-from dpvision import models
+from dpvision import models, native
 from dpvision.config import RunConfig
 from dpvision.data import (
     FeatureDraws,
@@ -32,8 +33,9 @@ from dpvision.ledger import charges_of, read_ledger
 from dpvision.losses import classification_loss
 from dpvision.mechanism import OrdinaryPlan
 from dpvision.models import Scattering, split
+from dpvision.native import scattering as kernel
 from dpvision.training import load_released, resume, train
-from dpvision.training.features import run_features
+from dpvision.training.features import quickly, run_features
 from dpvision.training.loop import take_step
 from dpvision.training.phases import Phase, phases_of
 from dpvision.training.prepare import load_pictures
@@ -163,6 +165,51 @@ def test_a_rows_features_depend_neither_on_how_many_rows_there_are_nor_on_its_pl
     torch.testing.assert_close(many.values_NWF[:, 0], scattering(NORMALISATION.apply(images)))
 
 
+@pytest.mark.parametrize(
+    "front",
+    [
+        Scattering((SIDE, SIDE)),
+        nn.Sequential(Scattering((SIDE, SIDE)), nn.GroupNorm(27, 81, affine=False), nn.Flatten()),
+        nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten()
+        ),
+    ],
+    ids=["scattering", "norm", "convolutions"],
+)
+def test_a_rows_features_by_fast_layers_depend_neither_on_other_rows_nor_on_its_place(front: nn.Module) -> None:
+    images = torch.from_numpy(made_up_pictures(BATCH + 3)[0])
+    whole = nn.Sequential(front)
+    with quickly(whole, NORMALISATION.apply(images[:2]), "float32") as look:
+        assert (look is not whole) == native.available()
+        many, few, moved = (
+            extract(look, some, NORMALISATION, mirrored=False, dtype=torch.float32).values_NWF
+            for some in (images, images[:5], images[3:])
+        )
+    assert torch.equal(many[:5], few)
+    assert torch.equal(many[3:], moved)
+
+
+def test_no_private_picture_decides_which_layers_make_the_features(
+    tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[Tensor] = []
+    true = features_module.quick_forward
+
+    def seen(model: nn.Module, rows: Tensor) -> Any:
+        compared.append(rows)
+        return true(model, rows)
+
+    monkeypatch.setattr(features_module, "quick_forward", seen)
+    others = tmp_path / "others.npz"
+    (images, labels), (test_images, test_labels) = made_up_pictures(60, seed=77), made_up_pictures(30, seed=78)
+    np.savez(others, x_train=images, y_train=labels, x_test=test_images, y_test=test_labels)
+    for number, source in enumerate((pictures, others)):
+        session, _ = begin(scatter_config(source), tmp_path / str(number), seed=3, device="cpu")
+        session.folder.close()
+    assert len(compared) == 4  # training and test pictures of two runs
+    assert all(torch.equal(rows, compared[0]) for rows in compared)
+
+
 def test_half_precision_keeps_features_finite() -> None:
     features = extract(
         lambda x: x.flatten(1) * 1e9, torch.full((2, 1, 4, 4), 255, dtype=torch.uint8), NORMALISATION,
@@ -282,23 +329,41 @@ def test_steps_on_features_are_steps_on_pictures_up_to_rounding(tmp_path: Path, 
         torch.testing.assert_close(value, found[1][parameter], rtol=1e-4, atol=1e-5)
 
 
+@final
+class Scattered:
+    """Counts the rows that are scattered, by the layer itself and by the kernel."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.by_layer: list[int] = []
+        self.by_kernel: list[int] = []
+        layer, native_scatter = Scattering.forward, kernel.scatter
+
+        def in_layer(module: Scattering, x: Tensor) -> Tensor:
+            self.by_layer.append(len(x))
+            return layer(module, x)
+
+        def in_kernel(x: Tensor, *tables: Any) -> Tensor:
+            self.by_kernel.append(len(x))
+            return native_scatter(x, *tables)
+
+        monkeypatch.setattr(Scattering, "forward", in_layer)
+        monkeypatch.setattr(kernel, "scatter", in_kernel)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "plain"])
 def test_the_front_works_once_and_not_at_every_step(
-    tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch, kernels: str
 ) -> None:
-    calls: list[int] = []
-    original = Scattering.forward
-
-    def counted(self: Scattering, x: Tensor) -> Tensor:
-        calls.append(len(x))
-        return original(self, x)
-
-    monkeypatch.setattr(Scattering, "forward", counted)
+    scattered = Scattered(monkeypatch)
     counts = []
     for steps in (2, 12):
-        calls.clear()
-        train(scatter_config(pictures, privacy={"steps": steps}), run=tmp_path / str(steps), seed=3)
-        counts.append(len(calls))
+        scattered.by_layer.clear()
+        scattered.by_kernel.clear()
+        config = scatter_config(pictures, privacy={"steps": steps}, performance={"kernels": kernels})
+        train(config, run=tmp_path / str(steps), seed=3)
+        counts.append((len(scattered.by_layer), len(scattered.by_kernel)))
     assert counts[0] == counts[1]
+    assert sum(counts[0]) > 0
 
 
 @pytest.mark.parametrize(("kept", "after"), [("memory", 7), ("disk", 3)])
@@ -367,6 +432,26 @@ def test_features_in_bfloat16_are_near_those_in_full_and_have_a_key_of_their_own
     assert full.dtype == half.dtype == torch.float32
     assert not torch.equal(full, half)
     torch.testing.assert_close(full, half, rtol=0.03, atol=0.03)
+    assert len(list((tmp_path / "features").iterdir())) == 4
+
+
+@pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.reason()}")
+def test_features_by_kernels_are_near_the_plain_ones_and_have_a_key_of_their_own(
+    tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scattered = Scattered(monkeypatch)
+    found = []
+    for kernels in ("native", "plain"):
+        settings = {"cache_features": "disk", "performance": {"kernels": kernels}, "data": {"data_dir": str(tmp_path)}}
+        session, _ = begin(scatter_config(pictures, **settings), tmp_path / kernels, seed=3, device="cpu")
+        session.folder.close()
+        assert session.features is not None
+        found.append((session.features.train.values_NWF.float(), len(scattered.by_kernel)))
+    (fast, calls), (plain, calls_after) = found
+    torch.testing.assert_close(fast, plain, rtol=1e-3, atol=1e-3)
+    assert not torch.equal(fast, plain)
+    assert BATCH in scattered.by_kernel
+    assert calls == calls_after
     assert len(list((tmp_path / "features").iterdir())) == 4
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from dpvision import native
 from dpvision.native import build
 
 COMPILER = shutil.which("g++")
@@ -24,6 +25,10 @@ TESTS = Path(__file__).parent
 
 pytestmark = pytest.mark.skipif(
     COMPILER is None or platform.machine() != "x86_64", reason="needs g++ that compiles for x86-64"
+)
+
+has_avx2 = pytest.mark.skipif(
+    not {"avx2", "fma", "bmi2"} <= set(build._processor().split()), reason="needs a processor with AVX2"
 )
 
 
@@ -46,9 +51,18 @@ def test_kernels_compile_without_a_warning_for_wider_registers(source: Path) -> 
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.skipif(not {"avx2", "fma", "bmi2"} <= set(build._processor().split()), reason="no AVX2 here")
+@has_avx2
+@pytest.mark.skipif("DPVISION_NATIVE" in os.environ, reason="DPVISION_NATIVE says which kernels there are")
+def test_there_are_kernels_where_there_is_a_compiler() -> None:
+    """Without them every test of a kernel skips, and all would look well."""
+    assert native.available(), native.reason()
+
+
+@has_avx2
 def test_kernels_for_avx2_pass_the_tests_of_all_kernels() -> None:
-    suites = [str(TESTS / f"test_native_{name}.py") for name in ("windows", "winograd", "norm_act", "skinny")]
+    suites = [
+        str(TESTS / f"test_native_{name}.py") for name in ("windows", "winograd", "norm_act", "skinny", "scattering")
+    ]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *suites]
     environment = {**os.environ, "DPVISION_NATIVE": "avx2"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=TESTS.parent)

@@ -23,7 +23,7 @@ from grads_support import relative_error
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=f"no native kernels: {native.reason()}")
 
-# Sides of 2, 3, 4, 5, 7, 13 and 29 as factors, lines shorter and longer than columns, one stage and several.
+# Padded sides with the factors 2 to 5, 7, 11, 13, 29, 61 and two times 7; lines shorter and longer than columns.
 CASES = [
     ((32, 32), 2, 8),
     ((28, 28), 2, 8),
@@ -35,6 +35,10 @@ CASES = [
     ((52, 20), 2, 2),
     ((24, 112), 2, 2),
     ((40, 32), 4, 2),
+    ((44, 20), 2, 2),
+    ((108, 8), 2, 1),
+    ((118, 4), 1, 1),
+    ((4, 94), 1, 1),
 ]
 
 
@@ -129,22 +133,30 @@ def test_a_side_with_a_large_prime_factor_goes_the_layers_own_way() -> None:
 def test_tables_that_do_not_belong_together_are_refused() -> None:
     layer, x = Scattering((12, 16)), pictures(2, 1, (12, 16))
     wavelets, blurs = layer.tables()
+    left, right, top, bottom = layer.padding
     wrong = [
-        (wavelets[:2], blurs, layer.padding),
-        (wavelets, blurs[:3], layer.padding),
-        (wavelets, [], layer.padding),
-        ([wavelets[0], wavelets[1], wavelets[2][:, :-1]], blurs, layer.padding),
-        ([wavelets[0], wavelets[1][:-1], wavelets[2]], blurs, layer.padding),
-        ([wavelets[0], wavelets[1], wavelets[2].double()], blurs, layer.padding),
-        ([*wavelets[:2], wavelets[2].mT], blurs, layer.padding),
-        (wavelets, [*blurs[:3], blurs[3][:, :-1].contiguous()], layer.padding),
-        (wavelets, [*blurs[:3], blurs[3].mT.contiguous().mT], layer.padding),
-        (wavelets, blurs, (layer.padding[0] + 1, *layer.padding[1:])),
-        (wavelets, blurs, (-20, layer.padding[0] + layer.padding[1] + 20, *layer.padding[2:])),
+        (x, wavelets[:2], blurs, layer.padding),
+        (x, wavelets, blurs[:3], layer.padding),
+        (x, wavelets, [], layer.padding),
+        (x, [wavelets[0][0], *wavelets[1:]], blurs, layer.padding),
+        (x, [wavelets[0], wavelets[1], wavelets[2][:, :-1].contiguous()], blurs, layer.padding),
+        (x, [wavelets[0], wavelets[1][:-1], wavelets[2]], blurs, layer.padding),
+        (x, [wavelets[0], wavelets[1], wavelets[2].double()], blurs, layer.padding),
+        (x, wavelets, [*blurs[:3], blurs[3][:, :-1].contiguous()], layer.padding),
+        (x, wavelets, [*blurs[:3], blurs[3].half()], layer.padding),
+        (x, wavelets, [*blurs[:3], blurs[3].mT.contiguous().mT], layer.padding),
+        (x, wavelets, blurs, layer.padding[:3]),
+        (x, wavelets, blurs, (left + 1, right, top, bottom)),
+        (x, wavelets, blurs, (-5, left + right + 5, top, bottom)),
+        (x[:, :, :4], wavelets, blurs, (left, right, 12, 4)),
+        (x[:, :, :, :4], wavelets, blurs, (16, 4, top, bottom)),
     ]
-    for tables in wrong:
+    odd = [torch.zeros(8, *sides) for sides in ((22, 24), (22, 24), (11, 12))]
+    odd_blurs = [torch.zeros(shape) for shape in ((3, 22), (4, 24), (3, 11), (4, 12))]
+    wrong.append((x, odd, odd_blurs, (left, right, 5, 5)))
+    for pictures_and_tables in wrong:
         with pytest.raises(ArgumentError):
-            kernel.scatter(x, *tables)
+            kernel.scatter(*pictures_and_tables)
 
 
 def test_it_can_be_traced_without_numbers() -> None:

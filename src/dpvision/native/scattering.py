@@ -39,7 +39,7 @@ def takes(x_NCHW: Tensor, wavelets: Sequence[Tensor]) -> bool:
     """
     if build().library is None or x_NCHW.dim() != 4 or (x_NCHW.requires_grad and torch.is_grad_enabled()):
         return False
-    plain = all(_plain(tensor) for tensor in (x_NCHW, *wavelets)) and not x_NCHW.is_neg()
+    plain = all(_plain(tensor) for tensor in (x_NCHW, *wavelets))
     return plain and all(_largest_factor(side) <= _MOST_FACTOR for side in wavelets[0].shape[1:])
 
 
@@ -49,7 +49,7 @@ def scatter(
     """(N, C·P, height, width) in the layout of ``x_NCHW``: see ``models.Scattering``, whose tables these are.
 
     ``wavelets`` are (L, H, W) for every scale j and level ≤ j, ``blurs`` the matrices of every level, first the one
-    for columns, then the one for lines; ``padding`` is left, right, top, bottom. Moduli above 1e19 are infinite.
+    for columns, then the one for lines; ``padding`` is left, right, top, bottom. Moduli above 1e19 come out infinite.
 
     Guarantee: every colour of a picture is computed by itself; no bit depends on others or on the number of threads.
     """
@@ -58,7 +58,7 @@ def scatter(
 
 
 def _plain(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type == "cpu"
+    return x.dtype == torch.float32 and x.device.type == "cpu" and not x.is_neg()
 
 
 @functools.cache
@@ -94,18 +94,19 @@ def _levels(scales: int) -> list[tuple[int, int]]:
 
 def _require(x: Tensor, wavelets: list[Tensor], blurs: list[Tensor], padding: list[int]) -> None:
     """Refuse what the kernel would read past."""
-    scales, (left, right, top, bottom) = len(blurs) // 2, padding
+    scales = len(blurs) // 2
     problems = Problems()
+    problems.require(len(padding) == 4, f"padding must be left, right, top, bottom, got {padding}.")
     problems.require(
-        scales > 0 and len(blurs) == 2 * scales and len(wavelets) == len(_levels(scales)),
-        f"there must be two blurs a scale and a wavelet for every level, got {len(blurs)} and {len(wavelets)}.",
+        scales > 0 and len(blurs) == 2 * scales and len(wavelets) == len(_levels(scales)) and wavelets[0].dim() == 3,
+        f"there must be two blurs a scale and wavelets for every level, got {len(blurs)} and {len(wavelets)}.",
     )
     problems.raise_if_any()
     problems.require(
         takes(x, wavelets),
         f"x {tuple(x.shape)}, {x.dtype}, {x.device} does not fit this kernel. Use `takes` first.",
     )
-    angles, height, width = wavelets[0].shape
+    (angles, height, width), (left, right, top, bottom) = wavelets[0].shape, padding
     shapes = [(angles, height >> level, width >> level) for _, level in _levels(scales)]
     shapes += [((side >> scales) - 2, side >> level) for level in range(scales) for side in (height, width)]
     tables = zip((*wavelets, *blurs), shapes, strict=True)

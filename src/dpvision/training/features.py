@@ -13,10 +13,11 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from dpvision import __version__, native
+from dpvision import native
 from dpvision.config import RunConfig
 from dpvision.data import Features, ImageStore, Normalisation, cache_folder, extract, kept_features
 from dpvision.grads.forward import quick_forward
+from dpvision.training.binding import code_digest
 from dpvision.training.phases import Phase
 from dpvision.training.prepare import Pictures
 
@@ -49,7 +50,7 @@ def run_features(
         def compute() -> Features:
             told = _Told(store.name, say)
             made_up = normalisation.apply(_made_up(store.images).to(device))
-            with config.performance.chosen_kernels(), _quickly(front, made_up, config.feature_precision) as look:
+            with config.performance.chosen_kernels(), quickly(front, made_up, config.feature_precision) as look:
                 return extract(
                     look,
                     store.images,
@@ -77,14 +78,15 @@ def _made_up(images: Tensor) -> Tensor:
 
 
 @contextmanager
-def _quickly(front: nn.Module, made_up: Tensor, precision: str) -> Iterator[Callable[[Tensor], Tensor]]:
+def quickly(front: nn.Module, made_up: Tensor, precision: str) -> Iterator[Callable[[Tensor], Tensor]]:
     """What to call for the front's outputs: its fast layers where they agree with it, or bfloat16 if asked for."""
-    if precision != "bfloat16":
+    half = precision == "bfloat16"
+    with torch.autocast(made_up.device.type, dtype=torch.bfloat16, enabled=half):
+        if half:
+            yield front
+            return
         with quick_forward(front, made_up) as look:
             yield look
-        return
-    with torch.autocast(made_up.device.type, dtype=torch.bfloat16):
-        yield front
 
 
 @final
@@ -108,9 +110,9 @@ def _folder(config: RunConfig) -> Path:
 
 
 def _key(front: nn.Module, config: RunConfig, store: ImageStore, normalisation: Normalisation, kind: str) -> str:
-    """A digest of all that the features follow from."""
+    """A digest of all that the features follow from; threads and processor have a say in their last bits alone."""
     model = "" if config.model is None else config.model.model_dump_json()
-    facts = (__version__, torch.__version__, model, str(front), store.fingerprint(), str(normalisation), kind)
+    facts = (code_digest(), torch.__version__, model, str(front), store.fingerprint(), str(normalisation), kind)
     digest = hashlib.sha256("\n".join(facts).encode())
     for name, value in (*front.named_parameters(), *front.named_buffers()):
         digest.update(name.encode())

@@ -33,19 +33,18 @@ class Fourier {
             while (rest % factor == 0) add_stage(rest, factor);
     }
 
-    // In place, `stride` apart. `room` holds twice the length.
+    // In place, `stride` apart. `room` holds twice the length, which has two factors or more: the first stage reads the
+    // line, the last one writes it.
     void transform(Complex* line, int64_t stride, Complex* room) const {
         const Complex* from = line;
         int64_t from_stride = stride;
         for (size_t i = 0; i < stages.size(); i++) {
-            const bool last = i + 1 == stages.size() && i > 0;
+            const bool last = i + 1 == stages.size();
             Complex* to = last ? line : room + (i % 2) * length;
             run(stages[i], from, from_stride, to, last ? stride : 1);
             from = to;
-            from_stride = last ? stride : 1;
+            from_stride = 1;
         }
-        if (stages.size() == 1)  // a single stage can't read and write the same line
-            for (int64_t k = 0; k < length; k++) line[k * stride] = room[k];
     }
 
   private:

@@ -3,6 +3,7 @@
 // All of a plane's work stays in the cache: transform, filter, transform back, take the modulus, blur; the moduli of
 // order 1 go through it once more.
 #include <algorithm>
+#include <type_traits>
 
 #include "fourier.h"
 #include "scratch.h"
@@ -49,26 +50,7 @@ class Planes {
     Planes(const Scattering& sizes, const std::vector<Fourier>& lines, const std::vector<Fourier>& columns)
         : sizes(sizes), lines(lines), columns(columns) {
         static thread_local Scratch memory;
-        const int64_t area = sizes.padded_height * sizes.padded_width;
-        const int64_t longest = std::max(sizes.padded_height, sizes.padded_width);
-        const int64_t height = sizes.outputs(sizes.padded_height), width = sizes.outputs(sizes.padded_width);
-        constexpr int64_t FLOATS = sizeof(Complex) / sizeof(float);
-        float* block = memory.floats(FLOATS * (3 * area + 2 * longest) +
-                                     LANES * (2 * area + longest * width + sizes.paths() * height * width));
-        const auto complexes = [&](int64_t count) {
-            float* start = block;
-            block += FLOATS * count;
-            return reinterpret_cast<Complex*>(start);
-        };
-        const auto reals = [&](int64_t count) {
-            float* start = block;
-            block += LANES * count;
-            return reinterpret_cast<v8*>(start);
-        };
-        picture_hat = complexes(area), first_hat = complexes(area), work = complexes(area);
-        room = complexes(2 * longest);
-        first = reals(area), second = reals(area), blurred = reals(longest * width);
-        results = reals(sizes.paths() * height * width);
+        lay_out(memory.floats(lay_out(nullptr)));
     }
 
     // Planes `from` and following, at most eight, from `x` to `y`.
@@ -87,6 +69,24 @@ class Planes {
     }
 
   private:
+    // Everything one behind the other from `block` on; returns how many floats that takes.
+    size_t lay_out(float* block) {
+        const int64_t area = sizes.padded_height * sizes.padded_width;
+        const int64_t longest = std::max(sizes.padded_height, sizes.padded_width);
+        const int64_t height = sizes.outputs(sizes.padded_height), width = sizes.outputs(sizes.padded_width);
+        size_t used = 0;
+        const auto place = [&](auto*& start, int64_t count) {
+            if (block) start = reinterpret_cast<std::remove_reference_t<decltype(start)>>(block + used);
+            used += count * sizeof(*start) / sizeof(float);
+        };
+        for (Complex** plane : {&picture_hat, &first_hat, &work}) place(*plane, area);
+        place(room, 2 * longest);
+        for (v8** plane : {&first, &second}) place(*plane, area);
+        place(blurred, longest * width);
+        place(results, sizes.paths() * height * width);
+        return used;
+    }
+
     // All paths that go on from one modulus of order 1; returns the number of the next path.
     int64_t second_order(int64_t level, int64_t path) {
         to_frequencies(first, first_hat, level);
@@ -149,8 +149,10 @@ class Planes {
         const int64_t area = (sizes.padded_height >> j) * (sizes.padded_width >> j);
         // The mean over all frequencies, aliases included.
         const float scale = 1.0f / float((sizes.padded_height >> level) * (sizes.padded_width >> level));
-        for (int64_t i = 0; i < area; i++)
-            result[i] = root(work[i].re * work[i].re + work[i].im * work[i].im) * scale;
+        for (int64_t i = 0; i < area; i++) {
+            const v8 re = work[i].re * scale, im = work[i].im * scale;
+            result[i] = root(re * re + im * im);
+        }
     }
 
     // Frequencies times wavelet in `work`, real and imaginary parts exchanged. Subsampling adds up the aliases.
@@ -216,8 +218,8 @@ class Planes {
     static constexpr int WIDE = 8;
     const Scattering& sizes;
     const std::vector<Fourier>&lines, &columns;
-    Complex *picture_hat, *first_hat, *work, *room;
-    v8 *first, *second, *blurred, *results;
+    Complex *picture_hat = nullptr, *first_hat = nullptr, *work = nullptr, *room = nullptr;
+    v8 *first = nullptr, *second = nullptr, *blurred = nullptr, *results = nullptr;
 };
 
 }  // namespace
