@@ -108,7 +108,6 @@ NATIVE = (
             "over_i(a[k + 1] - a[factor - 1 - k])",
             "over_i(a[factor - 1 - k] - a[k + 1])",
         ),
-        ("large factors are not found", "factor += 2)", "factor += 4)"),
     ),
     *mutations(
         "test_native_scattering",
