@@ -50,7 +50,7 @@ def run_features(
         def compute() -> Features:
             told = _Told(store.name, say)
             made_up = normalisation.apply(_made_up(store.images).to(device))
-            with config.performance.chosen_kernels(), quickly(front, made_up, config.feature_precision) as look:
+            with quickly(front, made_up, config.feature_precision) as look:
                 return extract(
                     look,
                     store.images,
@@ -63,12 +63,12 @@ def run_features(
 
         if config.cache_features != "disk":
             return compute()
-        with config.performance.chosen_kernels():
-            how = f"{phase.dtype} {mirrored} {config.feature_precision} {native.identity()}"
+        how = f"{phase.dtype} {mirrored} {config.feature_precision} {native.identity()}"
         key = _key(front, config, store, normalisation, how)
         return kept_features(_folder(config), key, compute)
 
-    return RunFeatures(of(pictures.train, mirrored=phase.mirrored), of(pictures.test, mirrored=False))
+    with config.performance.chosen_kernels():
+        return RunFeatures(of(pictures.train, mirrored=phase.mirrored), of(pictures.test, mirrored=False))
 
 
 def _made_up(images: Tensor) -> Tensor:
