@@ -34,7 +34,7 @@ mutants: .venv/.dev
 	$(BIN)/python -m tools.mutants
 
 bench: .venv/.dev
-	$(BIN)/dpvision bench
+	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf .venv build *.egg-info src/*.egg-info

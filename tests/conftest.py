@@ -24,7 +24,7 @@ def _threads_as_before() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_drawn_ahead() -> None:
     """No test finds noise that another one drew."""
-    noise = sys.modules.get("dpvision.noise")
+    noise = sys.modules.get("dpvision.privacy.noise")
     if noise is not None:
         noise._drawn_ahead.cache_clear()
 
@@ -32,9 +32,9 @@ def nothing_drawn_ahead() -> None:
 @pytest.fixture(params=["native", "numpy"])
 def generator(request: pytest.FixtureRequest) -> Iterator[str]:
     """Normals and their release from native kernels, where there are any, and from numpy."""
-    from dpvision import native
+    from dpvision import kernels
 
-    if request.param == "native" and not native.available():
-        pytest.skip(f"no native kernels: {native.reason()}")
-    with native.switched_off(when=request.param == "numpy"):
+    if request.param == "native" and not kernels.available():
+        pytest.skip(f"no native kernels: {kernels.reason()}")
+    with kernels.switched_off(when=request.param == "numpy"):
         yield request.param

@@ -21,17 +21,17 @@ from unittest import mock
 import numpy as np
 import torch
 
-from dpvision import flow
+from dpvision.audit.audited_runs import Subject, config_of_model, subject_of_config
 from dpvision.audit.canaries import CanaryAudit, audit_with_canaries
 from dpvision.audit.mechanism_check import check_mechanism
-from dpvision.audit.subject import Subject, config_of_model, subject_of_config
 from dpvision.config import ViewsConfig
-from dpvision.data.draws import PoissonBatch
-from dpvision.flow import ClippedSum, Microbatch, PrivateGrad
-from dpvision.keys import Keys
-from dpvision.mechanism import Mechanism
-from dpvision.training import loop
-from dpvision.training.budget import Budget
+from dpvision.data.batches import PoissonBatch
+from dpvision.privacy import values
+from dpvision.privacy.budget import Budget
+from dpvision.privacy.mechanism import Mechanism
+from dpvision.privacy.randomness import Keys
+from dpvision.privacy.values import ClippedSum, Microbatch, PrivateGrad
+from dpvision.training import trainer
 
 CANARIES = 1600
 NOISE_DRAWS = 10_000
@@ -47,38 +47,38 @@ def correct() -> Iterator[None]:
 @contextmanager
 def noise_divided(factor: float) -> Iterator[None]:
     """Less noise than was charged; none at all if the factor is infinite."""
-    real = loop.privatize
+    real = trainer.privatize
 
     def weaker(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> PrivateGrad:
         if factor == float("inf"):
             means = {name: value / mechanism.divisor for name, value in clipped.gradients.items()}
-            return PrivateGrad(means, step, proof=flow._MADE_BY_PRIVATIZE)  # pyright: ignore[reportPrivateUsage]
+            return PrivateGrad(means, step, proof=values._MADE_BY_PRIVATIZE)  # pyright: ignore[reportPrivateUsage]
         less = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / factor)
         return real(clipped, less, keys, step=step)
 
-    with mock.patch.object(loop, "privatize", weaker):
+    with mock.patch.object(trainer, "privatize", weaker):
         yield
 
 
 @contextmanager
 def clip_ignored() -> Iterator[None]:
     """Units are let through up to ten times the clip norm."""
-    real = loop.clipped_sum_of_batch
+    real = trainer.clipped_sum_of_batch
 
     def looser(*arguments: Any, clip_norm: float, **settings: Any) -> ClippedSum:
         return ClippedSum(real(*arguments, clip_norm=10 * clip_norm, **settings).gradients, clip_norm)
 
-    with mock.patch.object(loop, "clipped_sum_of_batch", looser):
+    with mock.patch.object(trainer, "clipped_sum_of_batch", looser):
         yield
 
 
 @contextmanager
 def drawn_too_often(rate: Callable[[float], float]) -> Iterator[None]:
     """Units join more often than was charged."""
-    from dpvision.data import draws
+    from dpvision.data import batches
 
-    real = draws.joins
-    with mock.patch.object(draws, "joins", lambda words, charged: real(words, rate(charged))):
+    real = batches.joins
+    with mock.patch.object(batches, "joins", lambda words, charged: real(words, rate(charged))):
         yield
 
 

@@ -32,7 +32,7 @@ from typing import Any, final
 
 import numpy as np
 
-from dpvision.ledger import Ledger
+from dpvision.privacy.ledger import Ledger
 
 PARTS = ("start", "steps", "checkpoint", "release")
 MOST_KILLS_PER_RUN = 8
@@ -174,8 +174,8 @@ def config_of(kind: str, folder: Path, *, steps: int) -> dict[str, Any]:
 
 def live(life: Life, board: Board) -> None:
     """In the child: begin the run, or go on with it; told step by step on the board."""
-    from dpvision.checks import DPVisionError
     from dpvision.config import parse_config
+    from dpvision.errors import DPVisionError
     from dpvision.training import resume, train
 
     _tell(board, life.drawn)
@@ -198,9 +198,9 @@ def live(life: Life, board: Board) -> None:
 
 def _tell(board: Board, drawn: Path) -> None:
     """Make the library say where it is, and note each noisy value after it was drawn. Only in a child."""
-    import dpvision.training as training
-    from dpvision.runfolder import RunFolder
-    from dpvision.training import loop, start
+    import dpvision.training.start as training
+    from dpvision.storage.run_folder import RunFolder
+    from dpvision.training import start, trainer
 
     def part(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def inside(*arguments: Any, **options: Any) -> Any:
@@ -225,8 +225,8 @@ def _tell(board: Board, drawn: Path) -> None:
     training.run_steps = part("steps", training.run_steps)
     training.write_release = part("release", training.write_release)
     RunFolder.save_checkpoint = part("checkpoint", RunFolder.save_checkpoint)
-    loop.privatize = noted(
-        loop.privatize, lambda noisy: b"".join(g.numpy().tobytes() for g in noisy.gradients.values())
+    trainer.privatize = noted(
+        trainer.privatize, lambda noisy: b"".join(g.numpy().tobytes() for g in noisy.gradients.values())
     )
     start.released_normalisation = noted(start.released_normalisation, lambda released: repr(released).encode())
 

@@ -26,12 +26,14 @@ from torch import Tensor, nn
 
 from dpvision import models
 from dpvision.data import ImageStore, Normalisation, PoissonDraws, ViewSettings
-from dpvision.flow import ClippedSum, Microbatch
-from dpvision.grads import Performance, clipped_sum_of_batch, plan_for
-from dpvision.keys import Keys
-from dpvision.losses import RowLoss, loss_for
-from dpvision.mechanism import CLIPPINGS, Clipping, Mechanism
+from dpvision.gradients.clipped_sum import clipped_sum_of_batch
+from dpvision.gradients.performance import Performance
+from dpvision.gradients.plan import plan_for
 from dpvision.models.layers import ScalarGain, WSConv2d
+from dpvision.models.losses import RowLoss, loss_for
+from dpvision.privacy.mechanism import CLIPPINGS, Clipping, Mechanism
+from dpvision.privacy.randomness import Keys
+from dpvision.privacy.values import ClippedSum, Microbatch
 
 ALLOWED = 1 + 1e-5
 SIDE, SIDE_OF_MASKS, CHANNELS, CLASSES = 8, 16, 2, 3
@@ -313,7 +315,7 @@ def note(found: Found, setting: Setting, moved: float, *, joins: bool) -> None:
 
 def experiment(*, pairs: int, seed: int = 0, pairs_per_setting: int = 80, say: Callable[[str], None] = print) -> Found:
     """Pairs under ever new settings."""
-    from dpvision.checks import PrivacyError
+    from dpvision.errors import PrivacyError
 
     chance, found, settings = random.Random(seed), Found(), 0  # noqa: S311 - networks, not secrets
     while found.pairs < pairs:

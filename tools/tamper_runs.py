@@ -32,9 +32,9 @@ from typing import Any, final
 
 import numpy as np
 
-from dpvision.checks import DPVisionError
-from dpvision.ledger import Ledger
-from dpvision.mechanism import Event
+from dpvision.errors import DPVisionError
+from dpvision.privacy.ledger import Ledger
+from dpvision.privacy.mechanism import Event
 
 STEPS, STOPPED_AT, KILLED_AT = 12, 6, 10
 SAME_BYTES = ("weights.safetensors", "ledger.jsonl", "certificate.json")
@@ -70,7 +70,7 @@ class Tally:
 
 def make_world(folder: Path) -> World:
     """Train the run: left alone, stopped by a signal half-way, and killed."""
-    from dpvision.verify import verify
+    from dpvision.release.verify import verify
 
     source = _write_pictures(folder / "pictures.npz")
     states = {name: folder / name for name in ("finished", "stopped", "killed")}
@@ -99,9 +99,9 @@ def _write_pictures(path: Path) -> Path:
 
 def _run(source: Path, path: Path, *, stop_at: int | None = None, kill_at: int | None = None) -> None:
     from dpvision.config import parse_config
-    from dpvision.runfolder import RunFolder
+    from dpvision.storage.run_folder import RunFolder
     from dpvision.training import train
-    from dpvision.training.watch import Silence
+    from dpvision.training.callbacks import Silence
 
     privacy = {"noise_multiplier": 1.3, "delta": 1e-3, "num_units": 60, "expected_batch_size": 20.0, "clip_norm": 0.7}
     config = parse_config(
@@ -254,7 +254,7 @@ def rewrite_ledger(run: Path, world: World, chance: random.Random) -> str:
 def forge_certificate(run: Path, world: World, chance: random.Random) -> str:
     """A certificate that claims something else, with a manifest that fits it."""
     del world
-    from dpvision.runfolder import file_sha256, json_bytes
+    from dpvision.storage.files import file_sha256, json_bytes
 
     path, manifest = run / "release" / "certificate.json", run / "release" / "manifest.json"
     if not path.exists():
@@ -285,7 +285,7 @@ DAMAGES: tuple[tuple[int, Callable[[Path, World, random.Random], str]], ...] = (
 
 def outcome_of(run: Path, world: World, *, state: str) -> str:
     """named, refused or harmless; or what went wrong."""
-    from dpvision.verify import verify
+    from dpvision.release.verify import verify
 
     try:
         found = verify(run).problems

@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dpvision.checks import ArgumentError, brief
-from dpvision.grads import Performance
-from dpvision.losses import LossName, Task
-from dpvision.mechanism import Adjacency, Clipping, Mechanism, OrdinaryPlan
-from dpvision.optim import AveragingSettings, OptimizerSettings, ScheduleSettings
+from dpvision.errors import ArgumentError, brief
+from dpvision.gradients.performance import Performance
+from dpvision.models.losses import LossName, Task
+from dpvision.privacy.mechanism import Adjacency, Clipping, Mechanism, OrdinaryPlan
+from dpvision.privacy.schedules import AveragingSettings, OptimizerSettings, ScheduleSettings
 
 Option = bool | int | float | str
 T = TypeVar("T")

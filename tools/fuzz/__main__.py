@@ -28,7 +28,7 @@ from pathlib import Path
 from random import Random
 from typing import final
 
-from dpvision.checks import DPVisionError
+from dpvision.errors import DPVisionError
 from tools.fuzz import readers, runs
 from tools.fuzz.guard import CANARY, Guard, Hang
 from tools.fuzz.readers import Case

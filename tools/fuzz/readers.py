@@ -16,7 +16,7 @@ from dpvision.data import LoadOptions, load, load_one, load_pictures
 from dpvision.data.features import Features, kept_features
 from dpvision.data.nifti import read_volume
 from dpvision.data.pickled import read_plain_pickle
-from dpvision.transfer import read_weights
+from dpvision.training.initial_weights import read_weights
 from tools.fuzz.mutate import (
     DISGUISES,
     ODD_TEXTS,

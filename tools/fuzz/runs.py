@@ -14,15 +14,15 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from dpvision.certificate import parse_certificate
 from dpvision.cli import main
-from dpvision.cli.settings import build_config
+from dpvision.cli.run_settings import build_config
 from dpvision.config import parse_config
-from dpvision.ledger import read_ledger
-from dpvision.report import write_report
+from dpvision.inference.load import load_released
+from dpvision.privacy.ledger import read_ledger
+from dpvision.release.report_page import write_report
+from dpvision.release.schema import parse_certificate
+from dpvision.release.verify import verify
 from dpvision.training import resume
-from dpvision.training.released import load_released
-from dpvision.verify import verify
 from tools.fuzz.mutate import ODD_TEXTS, json_text, odd_value, spoiled_bytes, spoiled_json, spoiled_safetensors
 from tools.fuzz.readers import Case
 from tools.fuzz.seeds import Seeds

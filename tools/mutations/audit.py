@@ -6,15 +6,15 @@ from tools.mutations.mutation import Mutation, mutations
 
 AUDIT: tuple[Mutation, ...] = (
     *mutations(
-        "test_audit_bounds",
-        "audit/one_run.py",
+        "audit/test_bounds",
+        "audit/bounds.py",
         ("half of the delta term", "tail + 2 * canaries * delta * lifted", "tail + canaries * delta * lifted"),
         ("picking the best costs nothing", "each = 1 - (1 - confidence) / len(sides)", "each = confidence"),
         ("ten times the error allowed", "return p < 1 - confidence", "return p < 10 * (1 - confidence)"),
     ),
     *mutations(
-        "test_audit_bounds",
-        "audit/gaussian.py",
+        "audit/test_bounds",
+        "audit/bounds.py",
         (
             "the error of the means is forgotten",
             "of_means = (variances[0] / len(inside) + variances[1] / len(outside)) / pooled",
@@ -22,17 +22,17 @@ AUDIT: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_audit_bounds",
-        "audit/attack.py",
+        "audit/test_bounds",
+        "audit/membership.py",
         ("ties are accused", "(members > threshold)", "(members >= threshold)"),
     ),
     *mutations(
-        "test_audit_bounds",
+        "audit/test_bounds",
         "audit/membership.py",
         ("the likelihood ratio upside down", "return logs[0] - logs[1]", "return logs[1] - logs[0]"),
     ),
     *mutations(
-        "test_audit_bounds",
+        "audit/test_bounds",
         "audit/mechanism_check.py",
         (
             "noise is looked at over all parameters together only",
@@ -41,14 +41,14 @@ AUDIT: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_audit_canaries",
+        "audit/test_canaries",
         "audit/canaries.py",
         ("canaries share their clip with the network", "_STEEP: Final = 1e6", "_STEEP: Final = 1.0"),
         ("a canary's weight changes losses", "steep_NM - steep_NM.detach() + _NEVER", "steep_NM + _NEVER"),
     ),
     *mutations(
-        "test_audit_canaries",
-        "audit/sessions.py",
+        "audit/test_canaries",
+        "audit/audited_runs.py",
         (
             "an audit run is not stamped",
             '            ledger.note("declare", {"what": NOT_FOR_RELEASE, "how": AUDIT_STAMP})\n',
@@ -56,7 +56,7 @@ AUDIT: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_audit_canaries",
+        "audit/test_canaries",
         "audit/mechanism_check.py",
         (
             "a clip that nobody reaches is not lowered",
@@ -70,7 +70,7 @@ AUDIT: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_audit_membership",
+        "audit/test_membership",
         "audit/findings.py",
         ("attack figures may be attached", "    if private:\n", "    if False:\n"),
     ),

@@ -6,8 +6,8 @@ from tools.mutations.mutation import mutations
 
 CLIPPING = (
     *mutations(
-        "test_clipping_styles",
-        "grads/clip.py",
+        "privacy/test_clipping",
+        "privacy/clipping.py",
         ("automatic clipping without its constant", "added=GAMMA", "added=0.0"),
         ("another constant than the documented one", "GAMMA: Final = 0.01", "GAMMA: Final = 0.001"),
         (
@@ -32,8 +32,8 @@ CLIPPING = (
         ("units without a finite norm are clipped as usual", "        if factor_U is None:", "        if False:"),
     ),
     *mutations(
-        "test_native_clip",
-        "native/kernels/clip_factors.cpp",
+        "kernels/test_clip_factors",
+        "kernels/cpp/clip_factors.cpp",
         ("only the last part has a norm", "factor_U[u] += norms", "factor_U[u] = norms"),
         ("the squared norm instead of the norm", "std::sqrt(factor_U[u])", "factor_U[u]"),
         ("short gradients are stretched by a kernel", "factor < most ? factor : most", "factor"),
@@ -43,24 +43,24 @@ CLIPPING = (
         ("norms that are not finite pass", "units - finite", "0"),
     ),
     *mutations(
-        "test_native_clip",
-        "native/kernels/squares.h",
+        "kernels/test_clip_factors",
+        "kernels/cpp/squares.h",
         ("the rest of a row has no norm", "rest += double(x[i]) * x[i]", "rest += 0"),
         ("half of a row has no norm", "(sums[0] + sums[1]) + (sums[2] + sums[3])", "sums[0] + sums[1]"),
     ),
     *mutations(
-        "test_native_clip",
-        "native/kernels/squares.cpp",
+        "kernels/test_clip_factors",
+        "kernels/cpp/squares.cpp",
         ("every unit has the first one's norm", "squares_of(x_UD + u * entries, entries)", "squares_of(x_UD, entries)"),
     ),
     *mutations(
-        "test_clipping_styles",
-        "grads/totals.py",
+        "privacy/test_clipping",
+        "gradients/clipped_sum.py",
         ("one layer's factors for all", "factors[parameter], dead_U", "next(iter(factors.values())), dead_U"),
     ),
     *mutations(
-        "test_clipping_styles",
-        "grads/engine.py",
+        "privacy/test_clipping",
+        "gradients/clipped_sum.py",
         (
             "the style is forgotten",
             "Clip.of(parameters, clip_norm=clip_norm, clipping=clipping)",
@@ -68,23 +68,23 @@ CLIPPING = (
         ),
     ),
     *mutations(
-        "test_clipping_runs",
-        "training/loop.py",
+        "training/test_clipping_runs",
+        "training/trainer.py",
         ("a run clips in another style", "            clipping=mechanism.clipping,\n", ""),
     ),
     *mutations(
-        "test_clipping_runs",
-        "mechanism.py",
+        "training/test_clipping_runs",
+        "privacy/mechanism.py",
         ("unit_norm divides by nothing", "(self.clip_norm if self.unit_norm else 1.0)", "1.0"),
     ),
     *mutations(
-        "test_clipping_runs",
+        "training/test_clipping_runs",
         "training/start.py",
         ("the ledger forgets the style", '        "clipping": privacy.clipping if privacy.enabled else None,\n', ""),
     ),
     *mutations(
-        "test_clipping_runs",
-        "certificate/claims.py",
+        "training/test_clipping_runs",
+        "release/statements.py",
         (
             "a certificate may name another style",
             '"adjacency", "clip_norm", "clipping", "unit_norm")',
@@ -92,8 +92,8 @@ CLIPPING = (
         ),
     ),
     *mutations(
-        "test_privatize",
-        "noise.py",
+        "privacy/test_privatize",
+        "privacy/noise.py",
         ("divisor rounded", "divisor=mechanism.divisor)", "divisor=round(mechanism.divisor))"),
     ),
 )

@@ -6,18 +6,18 @@ from tools.mutations.mutation import mutations
 
 FAST = (
     *mutations(
-        "test_grads_fast",
-        "grads/fast/stand_in.py",
+        "gradients/test_rewrite",
+        "gradients/fast/fused_layer.py",
         ("filters outlive their weights", "self.release()  # a step that broke off may have left something", "pass"),
     ),
     *mutations(
-        "test_grads_fast",
-        "grads/fast/conv.py",
+        "gradients/test_rewrite",
+        "gradients/fast/fused_conv.py",
         ("a filter's own output is trusted too far", "_LEAST_GAIN: Final = 0.01", "_LEAST_GAIN: Final = 0.0"),
     ),
     *mutations(
-        "test_grads_fast_hazards",
-        "grads/capture.py",
+        "gradients/test_rewrite_hazards",
+        "gradients/batch_axes.py",
         (
             "an overwritten output speaks for its layer",
             "call.versions.append((seen, seen._version))  # overwritten later, it would say something else",
@@ -25,18 +25,18 @@ FAST = (
         ),
     ),
     *mutations(
-        "test_grads_fast_hazards",
-        "grads/rules/standardised.py",
+        "gradients/test_rewrite_hazards",
+        "gradients/rules/weight_standardisation.py",
         ("rounding hides a standardised gradient", "terms = max(64, facts.entries / 2)", "terms = 8"),
     ),
     *mutations(
-        "test_grads_fast_hazards",
-        "grads/shares.py",
+        "gradients/test_rewrite_hazards",
+        "gradients/layer_gradient.py",
         ("tiny numbers have no norm", "return x_UD.shape[1] * torch.finfo(x_UD.dtype).tiny", "return 0.0"),
     ),
     *mutations(
-        "test_grads_fast_hazards",
-        "grads/clip.py",
+        "gradients/test_rewrite_hazards",
+        "privacy/clipping.py",
         ("no room for rounding", "SLACK: Final = 32", "SLACK: Final = 0"),
         (
             "factors below the smallest float are kept",
@@ -45,8 +45,8 @@ FAST = (
         ),
     ),
     *mutations(
-        "test_grads_fast_hazards",
-        "grads/fast/rewrite.py",
+        "gradients/test_rewrite_hazards",
+        "gradients/fast/rewrite.py",
         (
             "writing into what others read",
             " or any(_writes_for_others(graph_module, node) for node in graph_module.graph.nodes)",
@@ -54,38 +54,38 @@ FAST = (
         ),
     ),
     *mutations(
-        "test_native_build",
-        "native/build.py",
+        "kernels/test_build_kernels",
+        "kernels/compile.py",
         ("anybody's kernels are loaded", "        _require_own(path)\n", ""),
     ),
     *mutations(
-        "test_grads_fast",
-        "grads/fast/weights.py",
+        "gradients/test_rewrite",
+        "gradients/fast/weight_gradients.py",
         ("the scale of standardised filters is lost in ghost norms", "dy * scale_O[:, None, None]", "dy"),
         ("the bias stays in the inner product", "(dyy_U - bias * dy_U)", "dyy_U"),
         ("ghost norms across the rows of a unit", "self._x.shape[0] == self._units and ", ""),
         ("earlier micro-batches are lost", "self._zeros() if total is None else total", "self._zeros()"),
     ),
     *mutations(
-        "test_grads_fast",
-        "grads/fast/holding.py",
+        "gradients/test_rewrite",
+        "gradients/fast/weight_cache.py",
         ("filters take more room than there is", "so_far > room.all_layers or ", ""),
         ("one layer may take all the room", " or one.filter_bytes > room.one_layer", ""),
     ),
     *mutations(
-        "test_grads_fast",
-        "grads/fast/trace.py",
+        "gradients/test_rewrite",
+        "gradients/fast/rewrite.py",
         ("Python's decisions are frozen", "if before != _outside_state() or not untouched or ", "if "),
         ("hooks are forgotten", "if _has_hooks(model) or ", "if "),
     ),
     *mutations(
-        "test_grads_fast",
-        "grads/fast/rewrite.py",
+        "gradients/test_rewrite",
+        "gradients/fast/rewrite.py",
         ("the other summand is lost", "inputs.append(other)", "pass"),
     ),
     *mutations(
-        "test_grads_fast",
-        "grads/admission.py",
+        "gradients/test_rewrite",
+        "gradients/plan.py",
         (
             "a changed setting keeps the old graph",
             "return modules, parameters, rows, frozen_values(model)",
@@ -93,8 +93,8 @@ FAST = (
         ),
     ),
     *mutations(
-        "test_grads_fast",
-        "grads/plan.py",
+        "gradients/test_rewrite",
+        "gradients/plan.py",
         (
             "a twin is used unproved",
             "return None if found.wrong else found",
@@ -102,8 +102,8 @@ FAST = (
         ),
     ),
     *mutations(
-        "test_grads_memory",
-        "grads/plan.py",
+        "gradients/test_engine_memory",
+        "gradients/plan.py",
         ("a compared share stays", "                step.shares.pop(parameter, None)", "                pass"),
         (
             "a call's tensors outlive its shapes",
@@ -112,8 +112,8 @@ FAST = (
         ),
     ),
     *mutations(
-        "test_grads_conformance",
-        "grads/plan.py",
+        "gradients/test_rules",
+        "gradients/plan.py",
         ("only the first unit is compared", "for unit in range(units):", "for unit in range(1):"),
         (
             "what is compared is not what a step adds up",
@@ -124,8 +124,8 @@ FAST = (
         ),
     ),
     *mutations(
-        "test_grads_fast",
-        "grads/fast/conv.py",
+        "gradients/test_rewrite",
+        "gradients/fast/fused_conv.py",
         (
             "anew means without standardising",
             "self.facts().standardisation.used_OD.view_as(self.layer.weight)",
@@ -133,14 +133,14 @@ FAST = (
         ),
     ),
     *mutations(
-        "test_grads_memory",
-        "grads/totals.py",
+        "gradients/test_engine_memory",
+        "gradients/clipped_sum.py",
         ("an added share stays", "shares.pop(parameter)", "shares[parameter]"),
         ("sums through the dispatcher", "    @torch.no_grad()\n    def add(", "    def add("),
     ),
     *mutations(
-        "test_grads_memory",
-        "grads/mixing.py",
+        "gradients/test_engine_memory",
+        "gradients/separability.py",
         ("copies to look for mixing", "restored(model), same_draws", "_traced(model), restored(model), same_draws"),
     ),
 )

@@ -6,13 +6,13 @@ from tools.mutations.mutation import mutations
 
 FAULTS = (
     *mutations(
-        "test_rounding",
-        "rounding.py",
+        "privacy/test_rounding",
+        "privacy/mechanism.py",
         ("epsilon is rounded to the nearest", "ROUND_CEILING)", "ROUND_HALF_EVEN)"),
     ),
     *mutations(
-        "test_neighbours",
-        "training/counting.py",
+        "properties/test_neighbours",
+        "training/prepare.py",
         ("units are counted without noise", "+ noise * float(normal)", "+ 0 * float(normal)"),
         ("units are counted with less noise", "+ noise * float(normal)", "+ 0.9 * noise * float(normal)"),
         (
@@ -22,18 +22,18 @@ FAULTS = (
         ),
     ),
     *mutations(
-        "test_neighbours",
+        "properties/test_neighbours",
         "training/start.py",
         ("a count is never charged", "header, charges=counted)", "header)"),
     ),
     *mutations(
-        "test_neighbours",
-        "ledger.py",
+        "properties/test_neighbours",
+        "privacy/ledger.py",
         ("first charges are left out", "for event in charges]", "for event in ()]"),
     ),
     *mutations(
-        "test_faults",
-        "runfolder/folder.py",
+        "properties/test_faults",
+        "storage/run_folder.py",
         (
             "a run without its release is no run",
             'if any(folder.checkpoints.glob("*.safetensors")):',
@@ -41,20 +41,20 @@ FAULTS = (
         ),
     ),
     *mutations(
-        "test_tamper",
-        "verify/files.py",
+        "properties/test_tamper",
+        "release/verify.py",
         ("a manifest in another order", "rewritten(dict(sorted(hashes.items())))", "rewritten(hashes)"),
     ),
     *mutations(
-        "test_noise_strength",
-        "keys.py",
+        "privacy/test_noise_strength",
+        "privacy/randomness.py",
         ("forks share their noise", '"dpvision/1", self.context, stream,', '"dpvision/1", stream,'),
         ("steps share their noise", "*map(str, index))", "*map(str, index[1:]))"),
         ("a byte of the secret is not used", "hmac.new(self.secret, message", "hmac.new(self.secret[:31], message"),
     ),
     *mutations(
-        "test_noise_strength",
-        "noise.py",
+        "privacy/test_noise_strength",
+        "privacy/noise.py",
         (
             "noise is one per cent too small",
             "noise_stddev=mechanism.noise_multiplier * sensitivity)",

@@ -6,8 +6,8 @@ from tools.mutations.mutation import mutations
 
 GRADIENTS = (
     *mutations(
-        "test_grads_guarantee",
-        "grads/clip.py",
+        "gradients/test_clipped_sum",
+        "privacy/clipping.py",
         ("non-finite units are kept", "None if bool(finite_U.all()) else ~finite_U", "None"),
         (
             "short gradients are stretched",
@@ -16,13 +16,13 @@ GRADIENTS = (
         ),
     ),
     *mutations(
-        "test_grads_networks",
-        "grads/shares.py",
+        "gradients/test_networks",
+        "gradients/layer_gradient.py",
         ("shared weights count once", "total = total + share.per_unit()", "total = total"),
     ),
     *mutations(
-        "test_grads_conformance",
-        "grads/shares.py",
+        "gradients/test_rules",
+        "gradients/layer_gradient.py",
         (
             "rows of a unit are averaged twice",
             "return x.unflatten(0, (units, -1)).sum(1)",
@@ -30,13 +30,13 @@ GRADIENTS = (
         ),
     ),
     *mutations(
-        "test_grads_guarantee",
-        "grads/capture.py",
+        "gradients/test_clipped_sum",
+        "gradients/batch_axes.py",
         ("row weights are ignored", "grad_outputs=weights", "grad_outputs=torch.ones_like(weights)"),
     ),
     *mutations(
-        "test_grads_traces",
-        "grads/capture.py",
+        "gradients/test_traces",
+        "gradients/batch_axes.py",
         (
             "changed activations pass",
             "if any(tensor._version != version",
@@ -45,8 +45,8 @@ GRADIENTS = (
         ("hooks stay behind", "            handle.remove()", "            pass"),
     ),
     *mutations(
-        "test_grads_guarantee",
-        "grads/totals.py",
+        "gradients/test_clipped_sum",
+        "gradients/clipped_sum.py",
         (
             "only the last micro-batch counts",
             "share.add_weighted_sum(self._sums.get(parameter), ",
@@ -54,34 +54,34 @@ GRADIENTS = (
         ),
     ),
     *mutations(
-        "test_preflight",
-        "grads/admission.py",
+        "gradients/test_model_check",
+        "gradients/plan.py",
         ("mixing models pass", "    _refuse_mixing(model, loss_fn, probe)\n", ""),
     ),
     *mutations(
-        "test_grads_separability",
-        "grads/probe.py",
+        "gradients/test_separability",
+        "gradients/synthetic_batch.py",
         ("targets are never varied", "theirs.copy_(1 - theirs if", "theirs.copy_(theirs if True else 1 - theirs if"),
     ),
     *mutations(
-        "test_grads_separability",
-        "grads/admission.py",
+        "gradients/test_separability",
+        "gradients/plan.py",
         ("another loss is not tried", 'getattr(loss_fn, "__code__", loss_fn), speed', "speed"),
     ),
     *mutations(
-        "test_preflight",
-        "grads/preflight.py",
+        "gradients/test_model_check",
+        "gradients/model_check.py",
         ("preflight finds no mixing", "    findings += mixing\n", ""),
         ("preflight finds no moving buffers", "findings = [*idle, *_moving(model, moved)]", "findings = [*idle]"),
     ),
     *mutations(
-        "test_grads_conformance",
-        "grads/rules/linear.py",
+        "gradients/test_rules",
+        "gradients/rules/linear.py",
         ("a bias is averaged over positions", "g_UTO.sum(1))", "g_UTO.mean(1))"),
     ),
     *mutations(
-        "test_grads_conformance",
-        "grads/rules/registry.py",
+        "gradients/test_rules",
+        "gradients/rules/rule.py",
         (
             "subclasses inherit their parent's rule",
             "entry = _ENTRIES.get(type(module))",

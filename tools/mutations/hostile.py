@@ -6,39 +6,39 @@ from tools.mutations.mutation import mutations
 
 HOSTILE = (
     *mutations(
-        "test_hostile",
-        "data/limits.py",
+        "properties/test_hostile_files",
+        "data/safe_read.py",
         ("a device is read", "if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):", "if False:"),
     ),
     *mutations(
-        "test_hostile",
-        "data/npy.py",
+        "properties/test_hostile_files",
+        "data/safe_read.py",
         ("arrays of nothing", "dtype.itemsize == 0 or ", ""),
     ),
     *mutations(
-        "test_hostile",
+        "properties/test_hostile_files",
         "data/cifar.py",
         ("an archive unpacks without end", "if self._left < 0:", "if False:"),
     ),
     *mutations(
-        "test_hostile",
+        "properties/test_hostile_files",
         "data/pickled.py",
         ("texts are copied without end", "if self._spare < 0:", "if False:"),
     ),
     *mutations(
-        "test_hostile",
+        "properties/test_hostile_files",
         "config.py",
         ("a name leads out of the folder", 'pattern=r"^[^/\\\\\\x00]{1,200}$"', "min_length=1"),
     ),
     *mutations(
-        "test_hostile",
-        "runfolder/folder.py",
+        "properties/test_hostile_files",
+        "storage/run_folder.py",
         ("the lock is a link", " | os.O_NOFOLLOW | os.O_NONBLOCK", " | os.O_NONBLOCK"),
         ("a part of the run lies elsewhere", "if folder.is_symlink():", "if False:"),
     ),
     *mutations(
-        "test_hostile",
-        "ledger.py",
+        "properties/test_hostile_files",
+        "privacy/ledger.py",
         (
             "the ledger is a link",
             "path.is_symlink() or (path.exists() and not path.is_file())",

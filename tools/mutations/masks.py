@@ -8,8 +8,8 @@ _LABELS = "make_views(labels[:, None], self.views, words_NKJ, classes=True)"
 
 MASKS = (
     *mutations(
-        "test_draws_masks",
-        "data/draws.py",
+        "data/test_batches_masks",
+        "data/batches.py",
         ("a turned mask gets classes that nobody drew", "words_NKJ, classes=True)", "words_NKJ, classes=False)"),
         (
             "masks stay where their pictures move",
@@ -18,12 +18,12 @@ MASKS = (
         ),
     ),
     *mutations(
-        "test_draws_masks",
-        "data/views.py",
+        "data/test_batches_masks",
+        "data/augmentation.py",
         ("classes are mixed", "outside=outside, nearest=classes)", "outside=outside, nearest=False)"),
     ),
     *mutations(
-        "test_data_masks",
+        "data/test_masks",
         "data/store.py",
         (
             "a patient is split between training and test",
@@ -37,7 +37,7 @@ MASKS = (
         ),
     ),
     *mutations(
-        "test_data_nifti",
+        "data/test_nifti",
         "data/options.py",
         (
             "slices are units though patients are known",
@@ -46,7 +46,7 @@ MASKS = (
         ),
     ),
     *mutations(
-        "test_data_nifti",
+        "data/test_nifti",
         "data/units.py",
         (
             "known owners protect nobody",
@@ -55,7 +55,7 @@ MASKS = (
         ),
     ),
     *mutations(
-        "test_data_masks_npz",
+        "data/test_masks_npz",
         "data/npz.py",
         (
             "owners of an archive protect nobody",
@@ -64,8 +64,8 @@ MASKS = (
         ),
     ),
     *mutations(
-        "test_data_nifti",
-        "data/pairs.py",
+        "data/test_nifti",
+        "data/masks.py",
         (
             "a slice is scaled by its neighbours",
             "options.window is None and not options.public and not options.owners_are_units(found)",
@@ -73,20 +73,20 @@ MASKS = (
         ),
     ),
     *mutations(
-        "test_data_nifti",
+        "data/test_nifti",
         "data/nifti.py",
         ("a header promises more than there is", "if math.prod(shape) > MAX_VOXELS:", "if False:"),
         ("a mask of another shape", "if shape != mask.voxels.shape:", "if False:"),
         ("a mask from another place", "if apart > voxel / 2:", "if False:"),
     ),
     *mutations(
-        "test_data_masks",
+        "data/test_masks",
         "data/units.py",
         ("an owner that nobody knows", "if missing and not options.public:", "if False:"),
     ),
     *mutations(
-        "test_losses",
-        "losses.py",
+        "models/test_losses",
+        "models/losses.py",
         (
             "Dice mixes the rows of a batch",
             "total_NF = p_NFHW.sum((2, 3)) + t_NFHW.sum((2, 3))",
@@ -100,18 +100,18 @@ MASKS = (
         ),
     ),
     *mutations(
-        "test_losses",
-        "grads/preflight.py",
+        "models/test_losses",
+        "gradients/model_check.py",
         ("batch Dice is refused without a reason", "    if place == LOSS:\n", "    if place == LOSS and False:\n"),
     ),
     *mutations(
-        "test_evaluate_masks",
-        "evaluate/masks.py",
+        "inference/test_mask_metrics",
+        "inference/mask_metrics.py",
         ("names of held-out patients are released", "    if name_patients:\n", "    if name_patients or True:\n"),
     ),
     *mutations(
-        "test_segmentation",
-        "training/units.py",
+        "training/test_segmentation",
+        "training/prepare.py",
         ("an owner gives one row too many", "place < most", "place <= most"),
         ("an owner's rows depend on others", "np.arange(len(order)) - first", "np.arange(len(order))"),
         (
@@ -121,7 +121,7 @@ MASKS = (
         ),
     ),
     *mutations(
-        "test_segmentation",
+        "training/test_segmentation",
         "training/prepare.py",
         (
             "rows of an owner are not limited",
@@ -130,14 +130,14 @@ MASKS = (
         ),
     ),
     *mutations(
-        "test_report_masks",
-        "training/examples.py",
+        "release/test_report_masks",
+        "training/trainer.py",
         ("pictures that nobody called public are shown", " and config.data.test is not None", ""),
         ("held-out pictures are shown", " or session.pictures.held_out", ""),
     ),
     *mutations(
-        "test_report_masks",
-        "report/facts.py",
+        "release/test_report_masks",
+        "release/report_facts.py",
         (
             "undeclared pictures are shown",
             "_examples(run) if pictures_are_public(checked) else ()",
@@ -145,7 +145,7 @@ MASKS = (
         ),
     ),
     *mutations(
-        "test_predict_masks",
+        "inference/test_predict",
         "training/prepare.py",
         (
             "private pictures are their own public test",
@@ -154,8 +154,8 @@ MASKS = (
         ),
     ),
     *mutations(
-        "test_predict_masks",
-        "training/predicted.py",
+        "inference/test_predict",
+        "inference/predict.py",
         (
             "masks are written anywhere",
             "if not job.path.parent.resolve().is_relative_to(folder.resolve()):",
@@ -163,13 +163,13 @@ MASKS = (
         ),
     ),
     *mutations(
-        "test_segmentation",
+        "training/test_segmentation",
         "training/start.py",
         ("a fork protects somebody else", '        "units": config.data.units,\n', ""),
     ),
     *mutations(
-        "test_segmentation",
-        "training/loop.py",
+        "training/test_segmentation",
+        "training/trainer.py",
         (
             "names of patients whom nobody called public",
             "name_patients=may_show_pictures(session.config) and not",
@@ -177,8 +177,8 @@ MASKS = (
         ),
     ),
     *mutations(
-        "test_data_nifti",
-        "data/pairs.py",
+        "data/test_nifti",
+        "data/masks.py",
         (
             "a bad slice takes other units with it",
             "if pairs.volumes and options.skip_bad and not options.public",

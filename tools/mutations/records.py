@@ -6,8 +6,8 @@ from tools.mutations.mutation import mutations
 
 LEDGER = (
     *mutations(
-        "test_ledger",
-        "files.py",
+        "privacy/test_ledger",
+        "storage/files.py",
         (
             "charges are not flushed",
             "        yield descriptor\n        os.fsync(descriptor)\n",
@@ -15,8 +15,8 @@ LEDGER = (
         ),
     ),
     *mutations(
-        "test_ledger",
-        "ledger.py",
+        "privacy/test_ledger",
+        "privacy/ledger.py",
         (
             "a reopened ledger is not flushed",
             '        with disk_errors(f"write {path}"), synced(path) as descriptor:\n            os.ftruncate(descriptor, contents.whole_bytes)\n',
@@ -68,8 +68,8 @@ LEDGER = (
         ),
     ),
     *mutations(
-        "test_ledger",
-        "mechanism.py",
+        "privacy/test_ledger",
+        "privacy/mechanism.py",
         (
             "any noise passes",
             '        problems.positive("noise_multiplier", self.noise_multiplier)\n        problems.raise_if_any()\n\n\n@final\n@dataclass(frozen=True, kw_only=True)\nclass Mechanism',
@@ -77,8 +77,8 @@ LEDGER = (
         ),
     ),
     *mutations(
-        "test_runfolder",
-        "runfolder/folder.py",
+        "storage/test_run_folder",
+        "storage/run_folder.py",
         (
             "the certificate is not withdrawn",
             "        return Ledger.open(self.ledger_path, at_least=longest, before_growth=self.withdraw_release)",
@@ -120,8 +120,8 @@ LEDGER = (
         ),
     ),
     *mutations(
-        "test_runfolder",
-        "runfolder/checkpoints.py",
+        "storage/test_run_folder",
+        "storage/checkpoint.py",
         ("a damaged checkpoint is used", "        if file_sha256(path) != path.name[-76:-12]:", "        if False:"),
         (
             "a renamed checkpoint is used",
@@ -132,8 +132,8 @@ LEDGER = (
         ("one checkpoint is kept", "KEPT = 2", "KEPT = 1"),
     ),
     *mutations(
-        "test_certificate",
-        "certificate/build.py",
+        "release/test_build",
+        "release/build.py",
         (
             "a hand seed is not stamped on a certificate",
             "    stamps = [HAND_SEEDED] if hand_seeded else []",
@@ -149,8 +149,8 @@ LEDGER = (
         ("gaps are not listed", "not_covered=required_uncovered(ledger)", "not_covered=[]"),
     ),
     *mutations(
-        "test_certificate",
-        "certificate/claims.py",
+        "release/test_build",
+        "release/statements.py",
         ("no privacy is not stamped", "        return [*stamps, NO_PRIVACY]", "        return stamps"),
         (
             "a changed mechanism is not stamped",
@@ -169,13 +169,13 @@ LEDGER = (
         ),
     ),
     *mutations(
-        "test_certificate test_rounding",
-        "rounding.py",
+        "release/test_build privacy/test_rounding",
+        "privacy/mechanism.py",
         ("epsilon is shown rounded down", "rounding=ROUND_CEILING)", 'rounding="ROUND_FLOOR")'),
     ),
     *mutations(
-        "test_verify",
-        "verify/claims.py",
+        "release/test_verify",
+        "release/verify.py",
         (
             "a smaller claim passes",
             "    findings.require(\n        claimed >= known * (1 - MAY_CLAIM_LESS)",
@@ -214,8 +214,8 @@ LEDGER = (
         ),
     ),
     *mutations(
-        "test_verify",
-        "verify/check.py",
+        "release/test_verify",
+        "release/verify.py",
         (
             "verify ignores the checkpoints",
             "            check_private(place.run, entries, certificate, findings)",
@@ -225,8 +225,8 @@ LEDGER = (
         ("verify ignores the weights", "            check_files(place, certificate, findings)", "            pass"),
     ),
     *mutations(
-        "test_verify",
-        "verify/files.py",
+        "release/test_verify",
+        "release/verify.py",
         ("added files pass", "    for name in sorted(present - hashes.keys()):", "    for name in ():"),
         ("missing files pass", "    for name in sorted(hashes.keys() - present):", "    for name in ():"),
         (
@@ -237,13 +237,13 @@ LEDGER = (
         ("a hidden hand seed passes", "    if certificate is not None and key.keys.hand_seeded:", "    if False:"),
     ),
     *mutations(
-        "test_verify",
-        "verify/findings.py",
+        "release/test_verify",
+        "release/verify.py",
         ("a reformatted certificate passes", "    if rewritten(values) != content:", "    if False:"),
     ),
     *mutations(
-        "test_runfolder",
-        "files.py",
+        "storage/test_run_folder",
+        "storage/files.py",
         ("files are not flushed", "            os.fsync(file.fileno())\n", ""),
     ),
 )

@@ -6,8 +6,8 @@ from tools.mutations.mutation import mutations
 
 REPRODUCE = (
     *mutations(
-        "test_reproduce_bills",
-        "reproduce/bills.py",
+        "papers/test_table_cost",
+        "papers/table_cost.py",
         ("failed and stopped runs are free", "if path.is_dir())", 'if (path / "certificate.json").exists())'),
         ("no stamp voids", "voids=tuple(stamp for stamp in stamps if stamp not in passed),", "voids=(),"),
         ("a certificate's own stamps are not read", "    if path.exists():\n", "    if False:\n"),
@@ -33,16 +33,16 @@ REPRODUCE = (
         ),
     ),
     *mutations(
-        "test_reproduce test_reproduce_bills",
-        "reproduce/job.py",
+        "papers/test_reproduce papers/test_table_cost",
+        "papers/reproduce.py",
         ("a run without its last steps is a figure", '    if outcome != "finished":\n', "    if False:\n"),
         ("a smoke test passes for a release", 'seed = repeat if job.scale == "quick" else None', "seed = None"),
         ("no ledger is read", "    bills = read_bills(", "    bills = () and read_bills("),
         ("a seed set by hand passes", "smoke_test=job.scale ==", "smoke_test=job.scale !="),
     ),
     *mutations(
-        "test_reproduce test_reproduce_bills",
-        "reproduce/figures.py",
+        "papers/test_reproduce papers/test_table_cost",
+        "papers/reproduce.py",
         ("reasons are written down", '"kind": self.kind', '"kind": self.reason'),
         ("a changed release is a figure", "    if not found.ok:\n", "    if False:\n"),
         (
@@ -52,15 +52,15 @@ REPRODUCE = (
         ),
     ),
     *mutations(
-        "test_reproduce test_reproduce_bills",
-        "reproduce/page.py",
+        "papers/test_reproduce papers/test_table_cost",
+        "papers/table_page.py",
         ("a table rounds to the nearest", "else rounded_up(value)", 'else f"{value:.4g}"'),
         ("no row is marked", '"" if all(run["for_release"] for run in row["runs"]) else', '"" if True else'),
         ("a void row looks free", 'return "void" if together["void"] else', 'return "0" if together["void"] else'),
     ),
     *mutations(
-        "test_plan_curve test_plan_scaling",
-        "cli/planning.py",
+        "accounting/test_budget_chart accounting/test_budget_plan",
+        "cli/plan_command.py",
         (
             "the search's cost is rounded to the nearest",
             "{rounded_up(figures['search']['epsilon'])} by itself",
@@ -83,8 +83,8 @@ REPRODUCE = (
         ),
     ),
     *mutations(
-        "test_recipes",
-        "cli/train.py",
+        "papers/test_recipe",
+        "cli/train_command.py",
         (
             "a quick run is not stamped",
             "seed = 0 if quick and unsafe_seed is None else unsafe_seed",

@@ -6,8 +6,8 @@ from tools.mutations.mutation import mutations
 
 NOISE = (
     *mutations(
-        "test_privatize",
-        "noise.py",
+        "privacy/test_privatize",
+        "privacy/noise.py",
         ("noise x 0.93", "steps_per_normal=grid.noise_stddev", "steps_per_normal=0.93 * grid.noise_stddev"),
         ("noise / sqrt 2", "steps_per_normal=grid.noise_stddev", "steps_per_normal=0.707 * grid.noise_stddev"),
         ("noise without the clip norm", "noise_multiplier * sensitivity)", "noise_multiplier)"),
@@ -58,13 +58,13 @@ NOISE = (
         ("a sum is released twice", "sums = clipped.take()", "sums = dict(clipped.gradients)"),
     ),
     *mutations(
-        "test_privatize",
-        "flow.py",
+        "privacy/test_privatize",
+        "privacy/values.py",
         ("a released sum is released anew as nothing", "if self.taken:", "if False:"),
     ),
     *mutations(
-        "test_noise",
-        "noise.py",
+        "privacy/test_noise",
+        "privacy/noise.py",
         (
             "the far tail repeats words of the middle",
             "stream.take(len(tails))",
@@ -75,8 +75,8 @@ NOISE = (
         ("radius and angle from the same words", "words[:pairs], words[pairs:]", "words[:pairs], words[:pairs]"),
     ),
     *mutations(
-        "test_keys",
-        "keys.py",
+        "privacy/test_randomness",
+        "privacy/randomness.py",
         ("only 32 bits of a seed count", "str(seed).encode()", "str(seed % 2**32).encode()"),
         ("keys are not bound to the run", '_frame("dpvision/1", self.context, stream,', '_frame("dpvision/1", stream,'),
         ("sampling and noise share a key", '"dpvision/1", self.context, stream, ', '"dpvision/1", self.context, '),
@@ -90,32 +90,32 @@ NOISE = (
 )
 OPTIMIZERS = (
     *mutations(
-        "test_optim",
-        "optim/optimizer.py",
+        "privacy/test_optimizer",
+        "privacy/optimizer.py",
         ("an ordinary gradient passes as private", "if type(grad) is not self._takes:", "if False:"),
         ("a step can be repeated", "if grad.step != self._steps_taken:", "if grad.step > self._steps_taken:"),
         ("a parameter may be left out", "        if missing or unknown:", "        if unknown:"),
     ),
     *mutations(
-        "test_optim_watch",
-        "optim/optimizer.py",
+        "privacy/test_optimizer_integrity",
+        "privacy/optimizer.py",
         ("weights moved by hand pass", "        self.check_untouched()\n", ""),
         ("moving buffers pass", "Watch(model, buffers=private)", "Watch(model, buffers=False)"),
     ),
     *mutations(
-        "test_optim_watch",
-        "optim/watch.py",
+        "privacy/test_optimizer_integrity",
+        "privacy/optimizer.py",
         ("only version counters are watched", "self._left[name].is_still(now[name])", "now[name]._version == 0"),
     ),
     *mutations(
-        "test_optim_fingerprint",
-        "optim/watch.py",
+        "privacy/test_optimizer_fingerprint",
+        "privacy/optimizer.py",
         ("large weights moved by hand pass", "torch.equal(self._bits, fingerprint(tensor))", "True"),
         ("moved weights are saved", "        self.check()\n        return {name", "        return {name"),
     ),
     *mutations(
-        "test_optim_fingerprint",
-        "optim/fingerprint.py",
+        "privacy/test_optimizer_fingerprint",
+        "privacy/optimizer.py",
         (
             "the last words of a large tensor are not watched",
             "sums_R[-1] = (rest * keys_W[: rest.numel()]).sum()",
@@ -125,8 +125,8 @@ OPTIMIZERS = (
         ("even keys forget high bits", "dtype=np.int64) | 1", "dtype=np.int64) << 32"),
     ),
     *mutations(
-        "test_optim_fingerprint",
-        "optim/optimizer.py",
+        "privacy/test_optimizer_fingerprint",
+        "privacy/optimizer.py",
         (
             "gradients stay for the next part",
             "                    self._parameters[name].grad = None\n",
@@ -134,15 +134,15 @@ OPTIMIZERS = (
         ),
     ),
     *mutations(
-        "test_optim_settings",
-        "optim/settings.py",
+        "privacy/test_schedules",
+        "privacy/schedules.py",
         ("plateau on private metrics", 'if self.kind == "plateau" and not self.public_metric:', "if False:"),
     ),
 )
 DATA = (
     *mutations(
-        "test_draws",
-        "data/draws.py",
+        "data/test_batches",
+        "data/batches.py",
         ("rate x 1.02", "joins(words, self._sampling.sample_rate)", "joins(words, self._sampling.sample_rate * 1.02)"),
         (
             "rate read off the data",
@@ -159,20 +159,20 @@ DATA = (
         ("padding shows somebody's picture", "    if len(absent):", "    if False:"),
     ),
     *mutations(
-        "test_data_statistics",
-        "data/statistics.py",
+        "data/test_pixel_statistics",
+        "data/pixel_statistics.py",
         ("statistics divided by the true count", "noisy / num_units, 2)", "noisy / store.num_units, 2)"),
         ("statistics without their bound", "noise_multiplier * unit_bound(channels)", "noise_multiplier"),
         ("statistics charged at half price", "Event(sample_rate=1.0,", "Event(sample_rate=0.5,"),
     ),
     *mutations(
-        "test_data_store",
+        "data/test_store",
         "data/store.py",
         ("the key is not bound to the units", "self.labels, self.unit_of_row)", "self.labels)"),
     ),
     *mutations(
-        "test_data_store",
-        "data/holdout.py",
+        "data/test_store",
+        "data/batches.py",
         (
             "the hold-out depends on the number of units",
             "joins(np.array(words, dtype=np.uint64), fraction)",

@@ -6,8 +6,8 @@ from tools.mutations.mutation import mutations
 
 TRAINING = (
     *mutations(
-        "test_training test_replay",
-        "training/loop.py",
+        "training/test_trainer properties/test_replay",
+        "training/trainer.py",
         (
             "noise before the charge",
             "        session.budget.charge(charge_for(batch.sampling, mechanism), step=session.step, fork=session.fork)\n",
@@ -17,32 +17,32 @@ TRAINING = (
         ("random layers are not replayed", '        torch.manual_seed(session.keys.seed("views", session.step))\n', ""),
     ),
     *mutations(
-        "test_training",
-        "training/budget.py",
+        "training/test_trainer",
+        "privacy/budget.py",
         ("the wall has a gap", "self.spent >= self.planned", "self.spent > self.planned"),
         ("there is no wall", "self.spent >= self.planned", "False"),
     ),
     *mutations(
-        "test_training",
-        "training/binding.py",
+        "training/test_trainer",
+        "training/run_fingerprint.py",
         ("the key is not bound to the data", '        "data": data_fingerprint,\n', ""),
         ("the key is not bound to the configuration", '        "config": config_digest,\n', ""),
         ("other threads, same noise", '        "threads": str(torch.get_num_threads()),\n', ""),
         ("a fork keeps its key", 'f"fork={fork}"', '"fork"'),
     ),
     *mutations(
-        "test_training_kernels",
-        "training/binding.py",
+        "training/test_run_fingerprint",
+        "training/run_fingerprint.py",
         ("other code, same noise", '        "code": code_digest(),\n', ""),
-        ("only the first folder's code counts", '("data", "grads",', '("data",) or ("grads",'),
+        ("only the first folder's code counts", '("data", "gradients",', '("data",) or ("gradients",'),
     ),
     *mutations(
-        "test_training",
-        "training/release.py",
+        "training/test_trainer",
+        "training/write_release.py",
         ("weights moved by hand are certified", "    session.optimizer.check_untouched()\n", ""),
     ),
     *mutations(
-        "test_training",
+        "training/test_trainer",
         "training/prepare.py",
         ("a plan may cross its target", "planned.epsilon > privacy.target_epsilon", "False"),
         (
@@ -52,26 +52,26 @@ TRAINING = (
         ),
     ),
     *mutations(
-        "test_training",
+        "training/test_trainer",
         "training/start.py",
         ("statistics are not charged", "    ledger.charge(event, step=0)\n", ""),
         ("changed data goes on unasked", "    if grave and not allow_fork:", "    if False:"),
     ),
     *mutations(
-        "test_flow",
-        "flow.py",
+        "privacy/test_values",
+        "privacy/values.py",
         ("any sampler passes", '    if sampling.method != "poisson":', "    if False:"),
         ("any rate passes", "    if sampling.sample_rate != mechanism.sample_rate:", "    if False:"),
         ("anybody makes a private gradient", "        if proof is not _MADE_BY_PRIVATIZE:", "        if False:"),
     ),
     *mutations(
-        "test_training",
+        "training/test_trainer",
         "training/prepare.py",
         ("constants of the private pictures pass", "source.startswith(constants.lower())", "False"),
     ),
     *mutations(
-        "test_training_kernels",
-        "grads/admission.py",
+        "training/test_run_fingerprint",
+        "gradients/plan.py",
         (
             "plain plans are made anew at the run's weights",
             "    with performance.chosen_kernels():\n        return",

@@ -6,7 +6,7 @@ from tools.mutations.mutation import mutations
 
 TRANSFER = (
     *mutations(
-        "test_features",
+        "data/test_features",
         "data/features.py",
         (
             "padding rows carry the first picture's features",
@@ -24,15 +24,15 @@ TRANSFER = (
         ("others may list the features", "exist_ok=True, mode=0o700)", "exist_ok=True)"),
     ),
     *mutations(
-        "test_features",
-        "models/splitting.py",
+        "data/test_features",
+        "models/backbone.py",
         ("dropout is computed once", " or not _same_in_both_modes(front, example)", ""),
         ("a front may mix rows", " or not _rows_apart(front, example)", ""),
         ("any module is a chain", "chain if torch.equal(one(example), other(example)) else None", "chain"),
     ),
     *mutations(
-        "test_features",
-        "training/phases.py",
+        "data/test_features",
+        "training/stages.py",
         ("random views are computed once", " or not (as_it_is or mirrored(config.views))", ""),
         (
             "features are always kept in full",
@@ -42,25 +42,25 @@ TRANSFER = (
         ("mirror images are left out", "cut.front, dtype, mirrored(config.views))", "cut.front, dtype)"),
     ),
     *mutations(
-        "test_features",
+        "data/test_features",
         "training/start.py",
         ("the key is not bound to the features", "binding if features is None else {", "binding if True else {"),
     ),
     *mutations(
-        "test_features",
-        "training/features.py",
+        "data/test_features",
+        "training/stages.py",
         ("other pictures have the same features", "store.fingerprint(), ", ""),
         ("other constants have the same features", "str(normalisation), ", ""),
     ),
     *mutations(
-        "test_transfer",
-        "training/phases.py",
+        "training/test_initial_weights",
+        "training/stages.py",
         ("everything learns", "requires_grad_(name in phase.trained)", "requires_grad_(True)"),
         ("the phases share a plan", "Phase(step, names, copy.copy(model))", "Phase(step, names, model)"),
     ),
     *mutations(
-        "test_transfer",
-        "training/session.py",
+        "training/test_initial_weights",
+        "training/trainer.py",
         (
             "nobody looks between two phases",
             "        self.optimizer.check_untouched()  # the next one takes what it finds for granted\n",
@@ -73,8 +73,8 @@ TRANSFER = (
         ),
     ),
     *mutations(
-        "test_transfer",
-        "optim/optimizer.py",
+        "training/test_initial_weights",
+        "privacy/optimizer.py",
         (
             "a later optimizer counts from zero",
             "        self._steps_taken = first_step\n",
@@ -82,8 +82,8 @@ TRANSFER = (
         ),
     ),
     *mutations(
-        "test_transfer",
-        "transfer/fit.py",
+        "training/test_initial_weights",
+        "training/initial_weights.py",
         ("the old head stays", "if (head or not name.startswith(head_name)) and not", "if not"),
         (
             "what is missing stays as drawn",
@@ -93,34 +93,34 @@ TRANSFER = (
         ("the last of two tensors wins", "if times[name] > 1]", "if times[name] > 2]"),
     ),
     *mutations(
-        "test_transfer",
-        "transfer/weights.py",
+        "training/test_initial_weights",
+        "training/initial_weights.py",
         ("weight files may execute", 'map_location="cpu", weights_only=True', 'map_location="cpu", weights_only=False'),
         ("weights may fill the memory", "    if size > MAX_GROWTH * len(content):\n", "    if False:\n"),
         ("the last of two arrays wins", "    if len(found) < len(members):\n", "    if False:\n"),
         ("a full memory is a crash", "    except MemoryError as error:", "    except BufferError as error:"),
     ),
     *mutations(
-        "test_hostile test_data_npz",
-        "data/npy.py",
+        "properties/test_hostile_files data/test_npz",
+        "data/safe_read.py",
         ("arrays may execute", "    if dtype.hasobject:\n", "    if False:\n"),
         ("arrays may promise more", "    if promised != size - file.tell():", "    if False:"),
     ),
     *mutations(
-        "test_transfer",
+        "training/test_initial_weights",
         "data/features.py",
         ("features are kept where others read", "    _require_own(folder)\n", "    folder.mkdir(exist_ok=True)\n"),
         ("features may be a link", "folder.lstat()", "folder.stat()"),
     ),
     *mutations(
-        "test_transfer",
-        "training/origin.py",
+        "training/test_initial_weights",
+        "training/lineage.py",
         ("any file will do", "if expected not in (None, found.sha256):", "if False:"),
         ("nobody says what weights were trained on", "    if found.source is None:\n", "    if False:\n"),
     ),
     *mutations(
-        "test_transfer_ancestry",
-        "training/origin.py",
+        "training/test_lineage",
+        "training/lineage.py",
         ("a run's file passes for public", "        _require_no_run(path)\n", ""),
         ("a link hides the run", "path.resolve().parents", "path.absolute().parents"),
         ("grandparents are forgotten", "transfer=_parsed(own),", "transfer=None,"),
@@ -134,8 +134,8 @@ TRANSFER = (
         ("the last name of the data counts", "data = noted or (", "data = noted[-1:] or ("),
     ),
     *mutations(
-        "test_transfer_ancestry",
-        "training/ancestry.py",
+        "training/test_lineage",
+        "training/lineage.py",
         ("ancestors end at the parent", "None if transfer.prior is None else transfer.prior.transfer", "None"),
         ("earlier stamps are forgotten", "for stamp in prior.stamps)", "for stamp in prior.stamps[:0])"),
         ("weights of the same data pass for public", "    elif data in prior.data:\n", "    elif False:\n"),
@@ -158,7 +158,7 @@ TRANSFER = (
         ),
     ),
     *mutations(
-        "test_transfer_ancestry",
+        "training/test_lineage",
         "training/start.py",
         (
             "a fork to other data is not stamped",
@@ -167,23 +167,23 @@ TRANSFER = (
         ),
     ),
     *mutations(
-        "test_transfer_ancestry",
-        "certificate/claims.py",
+        "training/test_lineage",
+        "release/statements.py",
         ("stamps of the ledger are left out", 'if note["what"] == NOT_FOR_RELEASE]', "if False]"),
     ),
     *mutations(
-        "test_transfer_ancestry",
-        "rounding.py",
+        "training/test_lineage",
+        "privacy/mechanism.py",
         ("bounds are rounded to the nearest", "prec=digits, rounding=ROUND_CEILING", "prec=digits"),
     ),
     *mutations(
-        "test_transfer_ancestry",
-        "verify/claims.py",
-        ("other data than the ledger's pass", "not names or source in names", "True"),
+        "training/test_lineage",
+        "release/verify.py",
+        ("other data than the ledger's pass", 'not names or source in names, f"certificate', 'True, f"certificate'),
     ),
     *mutations(
-        "test_transfer_ancestry",
-        "verify/check.py",
+        "training/test_lineage",
+        "release/verify.py",
         (
             "a release that is not in order will do",
             "if problems or certificate is None",
@@ -191,12 +191,12 @@ TRANSFER = (
         ),
     ),
     *mutations(
-        "test_transfer_ancestry",
-        "transfer/known.py",
+        "training/test_lineage",
+        "training/initial_weights.py",
         ("parts of ImageNet pass for other data", '"*imagenet*"', '"imagenet"'),
     ),
     *mutations(
-        "test_transfer",
+        "training/test_initial_weights",
         "config.py",
         ("the path of the weights is released", 'update={"weights": Path(self.transfer.weights).name}', "update={}"),
     ),

@@ -6,8 +6,8 @@ from tools.mutations.mutation import Mutation, mutations
 
 TRUST: tuple[Mutation, ...] = (
     *mutations(
-        "test_accounting_profile",
-        "accounting/profile.py",
+        "accounting/test_tradeoff",
+        "accounting/tradeoff.py",
         (
             "mu between the points is not proved",
             "np.append(profile.epsilons[1:], profile.epsilons[-1])",
@@ -17,7 +17,7 @@ TRUST: tuple[Mutation, ...] = (
         ("attacks without delta", "* false_positive_rate + profile.deltas", "* false_positive_rate"),
     ),
     *mutations(
-        "test_accounting_profile",
+        "accounting/test_tradeoff",
         "accounting/pld.py",
         (
             "a Gaussian's second term is left out",
@@ -26,7 +26,7 @@ TRUST: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_accounting_groups",
+        "accounting/test_groups",
         "accounting/groups.py",
         (
             "an owner joins with one row at most",
@@ -46,16 +46,16 @@ TRUST: tuple[Mutation, ...] = (
         ("rare draws are forgotten", "    if joined[-1] < most_rows:", "    if False:"),
     ),
     *mutations(
-        "test_accounting_tuning",
-        "accounting/tuning.py",
+        "accounting/test_selection",
+        "accounting/selection.py",
         ("trials are not multiplied", "(event, count * trials) for", "(event, count) for"),
         ("the number of trials is free", "penalty = math.log(mean_trials) / (orders - 1)", "penalty = 0 * orders"),
         ("the shape is forgotten", "return (1 + shape) * float", "return float"),
         ("poisson costs no delta", "penalty += mean_trials * _deltas_of_one", "penalty += 0 * _deltas_of_one"),
     ),
     *mutations(
-        "test_certificate",
-        "certificate/figures.py",
+        "release/test_build",
+        "release/statements.py",
         (
             "owners get the figure of a row",
             "most_rows=most_rows, delta=delta, adjacency=adjacency)",
@@ -64,8 +64,8 @@ TRUST: tuple[Mutation, ...] = (
         ("slices pass for patients", 'ROW_UNITS = ("example", "slice")', 'ROW_UNITS = ("example",)'),
     ),
     *mutations(
-        "test_verify",
-        "verify/claims.py",
+        "release/test_verify",
+        "release/verify.py",
         ("a smaller mu passes", '    _compare("gaussian_dp.mu", claimed.mu, known.mu, findings)\n', ""),
         (
             "a mu may go further",
@@ -81,8 +81,8 @@ TRUST: tuple[Mutation, ...] = (
         ("another trust model passes", "same = certificate.deployment == deployment(header)", "same = True"),
     ),
     *mutations(
-        "test_verify",
-        "verify/settings.py",
+        "release/test_verify",
+        "release/verify.py",
         (
             "a rewritten history passes",
             'same = history_digest(config.get("transfer")) == noted_history(entries)',
@@ -90,8 +90,8 @@ TRUST: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_signing",
-        "verify/files.py",
+        "release/test_sign",
+        "release/verify.py",
         (
             "a missing signature will do",
             "        if signature is None:\n            lacks",
@@ -105,25 +105,25 @@ TRUST: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_signing",
-        "signing.py",
+        "release/test_sign",
+        "release/sign.py",
         ("signatures are not checked", ".verify(signature, _CONTEXT + manifest)", ""),
         ("a private key is for everybody", "private, mode=0o600)", "private)"),
         ("keys are overwritten", "        if taken.exists() or taken.is_symlink():", "        if False:"),
     ),
     *mutations(
-        "test_signing",
-        "verify/check.py",
+        "release/test_sign",
+        "release/verify.py",
         ("a broken release is signed", "    _in_order(examined)\n", ""),
     ),
     *mutations(
-        "test_signing",
-        "runfolder/folder.py",
+        "release/test_sign",
+        "storage/run_folder.py",
         ("a signed release takes more files", "        if (self.release / SIGNATURE).exists():", "        if False:"),
         ("an old signature stays", "spoken = (SIGNATURE, MANIFEST,", "spoken = (MANIFEST,"),
     ),
     *mutations(
-        "test_training",
+        "training/test_trainer",
         "training/start.py",
         (
             "declarations of a fork are not written",
@@ -132,19 +132,19 @@ TRUST: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_card",
-        "card.py",
+        "release/test_model_card",
+        "release/model_card.py",
         ("a name may become a key", "    return json.dumps(text)", "    return text"),
         ("a stamp is hidden", "    if certificate.stamps:", "    if False:"),
     ),
     *mutations(
-        "test_signing",
-        "verify/files.py",
+        "release/test_sign",
+        "release/verify.py",
         ("a release vouches for what lies around it", "        if also:\n", "        if False:\n"),
     ),
     *mutations(
-        "test_signing",
-        "attach.py",
+        "release/test_sign",
+        "release/attachments.py",
         (
             "the key is attached to the release",
             'if file.resolve().is_relative_to((run / "private").resolve()):',
@@ -152,23 +152,23 @@ TRUST: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_signing",
-        "runfolder/folder.py",
+        "release/test_sign",
+        "storage/run_folder.py",
         ("an old report stays under a new certificate", "CARD, REPORT, EXAMPLES, *self._attachments())", "CARD)"),
     ),
     *mutations(
-        "test_certificate",
-        "certificate/claims.py",
+        "release/test_build",
+        "release/statements.py",
         ("the plan of the claim is not the ledger's", '("steps", "expected_batch_size", "noise_multiplier")', "()"),
     ),
     *mutations(
-        "test_accounting_groups",
+        "accounting/test_groups",
         "accounting/pld.py",
         ("an epsilon below zero", "return max(0.0, shift**2 / 2", "return max(-9.0, shift**2 / 2"),
     ),
     *mutations(
-        "test_verify_release",
-        "verify/settings.py",
+        "release/test_verify_release",
+        "release/verify.py",
         (
             "a setting that is not the ledger's passes",
             "same = claimed == known and isinstance(claimed, bool) == isinstance(known, bool)",
@@ -193,8 +193,8 @@ TRUST: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_verify_release",
-        "verify/pages.py",
+        "release/test_verify_release",
+        "release/verify.py",
         ("any page passes", "same = read_file(path) in pages", "same = True"),
         ("any card passes", "same = read_file(card) == made.encode()", "same = True"),
         ("a cheap curve passes", "same = known * (1 - MAY_CLAIM_LESS) <= claimed <= whole", "same = claimed <= whole"),
@@ -208,8 +208,8 @@ TRUST: tuple[Mutation, ...] = (
         ("another task passes", "findings.require(task == known,", "findings.require(True,"),
     ),
     *mutations(
-        "test_verify",
-        "verify/claims.py",
+        "release/test_verify",
+        "release/verify.py",
         ("a declaration more passes", "findings.require((what, how) in wanted,", "findings.require(True,"),
         ("a gap that is none passes", "findings.require(text in uncovered,", "findings.require(True,"),
         ("a line that is there twice passes", "findings.require(not twice,", "findings.require(True,"),
@@ -226,8 +226,8 @@ TRUST: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_signing",
-        "verify/check.py",
+        "release/test_sign",
+        "release/verify.py",
         (
             "another manifest is signed than was checked",
             "signature_bytes(manifest, key)",
@@ -235,8 +235,8 @@ TRUST: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_certificate",
-        "certificate/text.py",
+        "release/test_build",
+        "release/certificate_page.py",
         (
             "mu has no end",
             "(Gaussian differential privacy, mu).{_WHERE_MU_ENDS}",
@@ -244,18 +244,18 @@ TRUST: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_certificate",
-        "certificate/claims.py",
+        "release/test_build",
+        "release/statements.py",
         ("held-out units pass for covered", "if any(what == TEST_SPLIT and", "if False and any(what == TEST_SPLIT and"),
         ("several volumes of a patient are not named", "    if unit == VOLUME:", "    if False:"),
     ),
     *mutations(
-        "test_units",
-        "training/units.py",
+        "data/test_units",
+        "training/prepare.py",
         ("a file passes for a patient", "usual = VOLUME if by_file else ", "usual = "),
     ),
     *mutations(
-        "test_units",
+        "data/test_units",
         "training/prepare.py",
         (
             "a public test may lie among the private pictures",
@@ -274,8 +274,8 @@ TRUST: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_draws",
-        "data/draws.py",
+        "data/test_batches",
+        "data/batches.py",
         (
             "a counted number is called declared",
             'origin = "was counted with noise" if counted else "is declared"',
@@ -283,17 +283,17 @@ TRUST: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "test_counting",
+        "training/test_counting",
         "training/prepare.py",
         ("whoever is told does not hear of the count", "config.mechanism, counted=counted)", "config.mechanism)"),
     ),
     *mutations(
-        "test_counting",
-        "training/counting.py",
+        "training/test_counting",
+        "training/prepare.py",
         ("a refusal tells the count", "    require_plan_that_fits_any(config)\n", ""),
     ),
     *mutations(
-        "test_counting",
+        "training/test_counting",
         "training/start.py",
         ("units are counted for an occupied folder", "    RunFolder.require_new(path)\n    keys", "    keys"),
     ),

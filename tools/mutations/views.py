@@ -6,8 +6,8 @@ from tools.mutations.mutation import mutations
 
 VIEWS = (
     *mutations(
-        "test_data_views",
-        "data/views.py",
+        "data/test_augmentation",
+        "data/augmentation.py",
         (
             "rotated views are another picture's",
             "rotate(pictures_NCHW[source_B], angle_B",
@@ -16,8 +16,8 @@ VIEWS = (
         ("views of one picture are not together", ".repeat_interleave(settings.count)\n", ".repeat(settings.count)\n"),
     ),
     *mutations(
-        "test_data_views",
-        "data/draws.py",
+        "data/test_augmentation",
+        "data/batches.py",
         ("every step makes the same views", '"augmentation", step).reshape', '"augmentation").reshape'),
         (
             "views depend on who else was drawn",
@@ -42,13 +42,13 @@ VIEWS = (
         ),
     ),
     *mutations(
-        "test_training_views",
-        "training/session.py",
+        "training/test_augmented_runs",
+        "training/trainer.py",
         ("views are configured and not made", "            views=view_settings(config),\n", ""),
     ),
     *mutations(
-        "test_keys",
-        "keys.py",
+        "privacy/test_randomness",
+        "privacy/randomness.py",
         ("owners share words", "owners[:, None] * blocks + np.arange(blocks)", "owners[:, None] + np.arange(blocks)"),
     ),
 )

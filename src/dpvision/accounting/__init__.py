@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from dpvision.accounting.calibrate import (
-    calibrate_expected_batch_size,
-    calibrate_noise_multiplier,
-    calibrate_steps,
-)
+from dpvision.accounting.budget_plan import PlanRow, plan, scaled, steps_for_epochs
+from dpvision.accounting.calibrate import calibrate_expected_batch_size, calibrate_noise_multiplier, calibrate_steps
 from dpvision.accounting.charges import Charges
+from dpvision.accounting.epsilon import Accountant, EpsilonMeter, guarantee, mechanism_guarantee, privacy_curve
 from dpvision.accounting.groups import owner_guarantee, row_guarantee
-from dpvision.accounting.guarantees import Accountant, guarantee, mechanism_guarantee, privacy_curve
-from dpvision.accounting.meaning import attack_success, cautions, describe, propose_delta
-from dpvision.accounting.meter import EpsilonMeter
-from dpvision.accounting.plan import PlanRow, plan, steps_for_epochs
-from dpvision.accounting.profile import GaussianDP, Profile, gaussian_dp, privacy_profile, true_positive_bound
 from dpvision.accounting.published import Published, published_settings
-from dpvision.accounting.scaling import scaled
-from dpvision.accounting.tuning import STOPPINGS, Stopping, all_trials, best_of_random_many
+from dpvision.accounting.selection import STOPPINGS, Stopping, all_trials, best_of_random_many
+from dpvision.accounting.tradeoff import (
+    GaussianDP,
+    Profile,
+    attack_success,
+    cautions,
+    describe,
+    gaussian_dp,
+    privacy_profile,
+    propose_delta,
+    true_positive_bound,
+)
 
 __all__ = [
     "STOPPINGS",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dpvision.checks import Problems
-from dpvision.mechanism import ADJACENCIES, Adjacency, Event
+from dpvision.errors import Problems
+from dpvision.privacy.mechanism import ADJACENCIES, Adjacency, Event
 
 Charges = Sequence[tuple[Event, int]]
 

@@ -10,9 +10,6 @@ Owners as units, one row of an owner more or less. The owner stays, and its clip
 same draw, moved by up to two clip norms. That is ``replace_one`` of the owner.
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-# dp-accounting has annotations but no stubs; the types of scipy.stats are vague.
-
 from __future__ import annotations
 
 import math
@@ -25,7 +22,7 @@ from numpy.typing import NDArray
 from scipy.stats import binom
 
 from dpvision.accounting.charges import Charges, check_request, merge
-from dpvision.accounting.guarantees import guarantee
+from dpvision.accounting.epsilon import guarantee
 from dpvision.accounting.pld import (
     ROUNDING_PER_STEP,
     WIDEST_INTERVAL,
@@ -40,8 +37,12 @@ from dpvision.accounting.pld import (
     stricter,
     tail_reach,
 )
-from dpvision.checks import ArgumentError, Problems
-from dpvision.mechanism import Adjacency, Event, Guarantee
+from dpvision.errors import ArgumentError, Problems
+from dpvision.privacy.mechanism import Adjacency, Event, Guarantee
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# dp-accounting has annotations but no stubs; the types of scipy.stats are vague.
+
 
 MOST_ROWS = 1_000_000
 MOST_JOINING = 500  # beyond, sampling is left out of account

@@ -6,9 +6,6 @@ answer takes a fraction of a second. And the margin: the rounding errors of the 
 know nothing of pessimism, so we ask for a slightly stricter delta than the caller did.
 """
 
-# pyright: reportMissingTypeStubs=false
-# dp-accounting has annotations but no stubs.
-
 from __future__ import annotations
 
 import math
@@ -25,8 +22,12 @@ from numpy.typing import NDArray
 from scipy.special import log_ndtr
 
 from dpvision.accounting.charges import Charges, merge
-from dpvision.checks import ArgumentError
-from dpvision.mechanism import Adjacency, Event
+from dpvision.errors import ArgumentError
+from dpvision.privacy.mechanism import Adjacency, Event
+
+# pyright: reportMissingTypeStubs=false
+# dp-accounting has annotations but no stubs.
+
 
 # A T-fold composition by FFT was seen to lower delta by up to 6.2e-17 * T, against the closed form of the Gaussian
 # mechanism (tests/test_accounting_numerics.py). This is fourteen times as much.

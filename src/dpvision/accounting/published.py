@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import final
 
-from dpvision.mechanism import Event
+from dpvision.privacy.mechanism import Event
 
 
 @final

@@ -5,9 +5,6 @@ where that converges slowly: with large batches or little noise its epsilon is u
 So the same orders are also computed by quadrature, and the smaller epsilon counts. Both are upper bounds.
 """
 
-# pyright: reportMissingTypeStubs=false
-# dp-accounting has annotations but no stubs.
-
 from __future__ import annotations
 
 import logging
@@ -21,8 +18,12 @@ from dp_accounting.rdp import RdpAccountant, compute_epsilon
 from numpy.typing import NDArray
 
 from dpvision.accounting.charges import Charges, merge
-from dpvision.checks import ArgumentError
-from dpvision.mechanism import Adjacency, Event
+from dpvision.errors import ArgumentError
+from dpvision.privacy.mechanism import Adjacency, Event
+
+# pyright: reportMissingTypeStubs=false
+# dp-accounting has annotations but no stubs.
+
 
 # One step's divergence is the logarithm of a number near 1, with rounding errors of up to 4e-14. They can turn it
 # negative, which dp-accounting would read as an epsilon of zero. This is added to every step's divergence.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dpvision.audit.audited_runs import Subject, config_of_model, subject_of_config, subject_of_run
 from dpvision.audit.canaries import CanaryAudit, audit_with_canaries
 from dpvision.audit.findings import (
     AUDIT_FILE,
@@ -13,7 +14,6 @@ from dpvision.audit.findings import (
 )
 from dpvision.audit.mechanism_check import Check, check_mechanism
 from dpvision.audit.membership import MembershipAudit, loss_attack, shadow_attack, sides_of
-from dpvision.audit.subject import Subject, config_of_model, subject_of_config, subject_of_run
 
 __all__ = [
     "AUDIT_FILE",

@@ -16,19 +16,25 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dpvision.accounting import Charges, guarantee
-from dpvision.audit.gaussian import GaussianEstimate, gaussian_estimate
-from dpvision.audit.one_run import OneRunBound, one_run_bound
-from dpvision.audit.sessions import made_up_pictures, made_up_store, one_phase, session_on, whole_learner
-from dpvision.audit.subject import PLAIN_SGD, Subject, with_plain_sgd
-from dpvision.checks import ArgumentError, Problems
+from dpvision.audit.audited_runs import (
+    PLAIN_SGD,
+    Subject,
+    made_up_pictures,
+    made_up_store,
+    one_phase,
+    session_on,
+    whole_learner,
+    with_plain_sgd,
+)
+from dpvision.audit.bounds import GaussianEstimate, OneRunBound, gaussian_estimate, one_run_bound
 from dpvision.config import ModelConfig, RunConfig
 from dpvision.data import ImageStore
-from dpvision.keys import Keys
-from dpvision.ledger import charges_of, read_ledger
-from dpvision.mechanism import Event
-from dpvision.training.loop import take_step
+from dpvision.errors import ArgumentError, Problems
+from dpvision.privacy.ledger import charges_of, read_ledger
+from dpvision.privacy.mechanism import Event
+from dpvision.privacy.randomness import Keys
 from dpvision.training.prepare import Pictures
-from dpvision.training.session import Session
+from dpvision.training.trainer import Session, take_step
 
 Sight = Literal["white", "black"]
 OTHERS: Final = 32

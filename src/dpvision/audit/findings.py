@@ -12,15 +12,15 @@ from typing import Any, Final
 
 from dpvision import __version__
 from dpvision.accounting import attack_success
-from dpvision.attach import attach
+from dpvision.audit.audited_runs import Subject
 from dpvision.audit.canaries import CanaryAudit
 from dpvision.audit.mechanism_check import Check
 from dpvision.audit.membership import MembershipAudit
-from dpvision.audit.subject import Subject
-from dpvision.checks import ArgumentError
-from dpvision.mechanism import Guarantee
-from dpvision.rounding import rounded_up
-from dpvision.runfolder import RunFolder, parse_object, read_file
+from dpvision.errors import ArgumentError
+from dpvision.privacy.mechanism import Guarantee, rounded_up
+from dpvision.release.attachments import attach
+from dpvision.storage.files import parse_object, read_file
+from dpvision.storage.run_folder import RunFolder
 
 AUDIT_FILE: Final = "audit.json"
 FORMAT: Final = 1

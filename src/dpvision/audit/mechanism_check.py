@@ -18,18 +18,16 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from dpvision.audit.sessions import made_up_pictures, made_up_store, session_on
-from dpvision.audit.subject import Subject
+from dpvision.audit.audited_runs import Subject, made_up_pictures, made_up_store, session_on
 from dpvision.config import RunConfig, ViewsConfig
 from dpvision.data import ImageStore
-from dpvision.flow import PrivateGrad
-from dpvision.grads import clipped_sum_of_batch
-from dpvision.keys import Keys
-from dpvision.ledger import charges_of, read_ledger
-from dpvision.mechanism import Clipping
-from dpvision.optim import Optimizer
-from dpvision.training.loop import take_step
-from dpvision.training.session import Session
+from dpvision.gradients.clipped_sum import clipped_sum_of_batch
+from dpvision.privacy.ledger import charges_of, read_ledger
+from dpvision.privacy.mechanism import Clipping
+from dpvision.privacy.optimizer import Optimizer
+from dpvision.privacy.randomness import Keys
+from dpvision.privacy.values import PrivateGrad
+from dpvision.training.trainer import Session, take_step
 
 FALSE_ALARM: Final = 1e-6
 DRAWS_FOR_ONE_PERCENT: Final = 400_000

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from dpvision.cli.accounting import calibrate, epsilon, plan
-from dpvision.cli.audit import audit
-from dpvision.cli.bench import bench
-from dpvision.cli.check import check
-from dpvision.cli.lists import models, recipes
-from dpvision.cli.output import printable
-from dpvision.cli.report import report
-from dpvision.cli.reproduce import reproduce
-from dpvision.cli.sign import keygen, sign
-from dpvision.cli.train import INTERRUPTED, resume, train
-from dpvision.cli.use import evaluate, predict
-from dpvision.cli.verify import verify
+from dpvision.cli.audit_command import audit
+from dpvision.cli.check_command import check
+from dpvision.cli.console import printable
+from dpvision.cli.epsilon_command import calibrate, epsilon, plan
+from dpvision.cli.list_commands import models, recipes
+from dpvision.cli.predict_command import evaluate, predict
+from dpvision.cli.report_command import report
+from dpvision.cli.reproduce_command import reproduce
+from dpvision.cli.sign_command import keygen, sign
+from dpvision.cli.train_command import INTERRUPTED, resume, train
+from dpvision.cli.verify_command import verify
 
 app = typer.Typer(
     name="dpvision",
@@ -42,7 +41,6 @@ for _command in (
     models,
     recipes,
     reproduce,
-    bench,
 ):
     app.command(_command.__name__)(_command)
 

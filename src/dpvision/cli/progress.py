@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dpvision.cli.output import printable
-from dpvision.training.proposals import Choice
+from dpvision.cli.console import printable
+from dpvision.training.defaults import Choice
 
 
 class TerminalProgress:

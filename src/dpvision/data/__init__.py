@@ -1,18 +1,17 @@
 """Sources of pictures, one uint8 store, privacy units, and Poisson draws over them."""
 
-from dpvision.data.draws import PoissonBatch, PoissonDraws, mismatch_note
+from dpvision.data.augmentation import ViewSettings, erase_views, make_views
+from dpvision.data.batches import PoissonBatch, PoissonDraws, hold_out, mismatch_note
+from dpvision.data.datasets import KNOWN, KnownSet, cache_folder
 from dpvision.data.features import FeatureBatch, FeatureDraws, Features, extract, kept_features
-from dpvision.data.holdout import hold_out
-from dpvision.data.known import KNOWN, KnownSet, cache_folder
+from dpvision.data.images import load_pictures
+from dpvision.data.loading import inspect, known_sources, load, load_one
 from dpvision.data.nifti import Volume, is_volume, read_volume, volume_pictures
 from dpvision.data.normalisation import Normalisation, fixed_normalisation
 from dpvision.data.npz import read_member
 from dpvision.data.options import LoadOptions, Progress
-from dpvision.data.pictures import load_pictures
-from dpvision.data.sources import inspect, known_sources, load, load_one
-from dpvision.data.statistics import released_normalisation
+from dpvision.data.pixel_statistics import released_normalisation
 from dpvision.data.store import ImageStore, Splits, UnitRows, dense_units, store_of_arrays
-from dpvision.data.views import ViewSettings, erase_views, make_views
 
 __all__ = [
     "KNOWN",

@@ -15,11 +15,10 @@ from typing import IO, Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from dpvision.checks import DataError
-from dpvision.data.limits import open_regular
 from dpvision.data.pickled import read_plain_pickle
+from dpvision.data.safe_read import open_regular
 from dpvision.data.store import ImageStore, store_of_arrays
-from dpvision.data.wording import printable, shown, some_of
+from dpvision.errors import DataError, printable, shown, some_of
 
 PIXELS = 3 * 32 * 32
 MAX_FILE_BYTES = 256 * 2**20

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, final
 
-from dpvision.checks import DataError
 from dpvision.data.options import Progress
-from dpvision.data.wording import shown
-from dpvision.files import sha256_of, sync_folder
+from dpvision.errors import DataError, shown
+from dpvision.storage.files import sha256_of, sync_folder
 
 TIMEOUT_SECONDS = 30.0
 BLOCK_BYTES = 1 << 20

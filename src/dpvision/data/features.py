@@ -21,14 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpvision.checks import DataError, Problems
-from dpvision.data.draws import NO_ROW, PoissonDraws, blank_absent, row_weights
-from dpvision.data.limits import open_regular
+from dpvision.data.batches import NO_ROW, PoissonDraws, blank_absent, row_weights
 from dpvision.data.normalisation import Normalisation
-from dpvision.data.npy import read_npy
 from dpvision.data.options import Progress
-from dpvision.files import disk_errors, sync_folder
-from dpvision.flow import Microbatch, Sampling
+from dpvision.data.safe_read import open_regular, read_npy
+from dpvision.errors import DataError, Problems
+from dpvision.privacy.values import Microbatch, Sampling
+from dpvision.storage.files import disk_errors, sync_folder
 
 BATCH = 16
 """Rows at a time, always: the last batch is filled up, so that no row's bits depend on how many rows there are."""

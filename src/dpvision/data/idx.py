@@ -13,10 +13,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from dpvision.checks import DataError
-from dpvision.data.limits import open_regular, require_memory
+from dpvision.data.safe_read import open_regular, require_memory
 from dpvision.data.store import ImageStore, store_of_arrays
-from dpvision.data.wording import shown
+from dpvision.errors import DataError, shown
 
 IMAGES_MAGIC, LABELS_MAGIC = 0x00000803, 0x00000801
 # Deflate can't do better than 1 : 1032, so a header that promises more than this is lying.

@@ -1,21 +1,53 @@
-"""Mask pictures: one class for each pixel, by its number, and never a mixture of two."""
+"""Mask pictures: one class for each pixel, by its number, and never a mixture of two.
+
+Pictures and their masks, or volumes and theirs, by matching names: one store with a class for each pixel.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
+from torch import Tensor
 
-from dpvision.checks import DataError
-from dpvision.data.intensities import mask_bytes
-from dpvision.data.options import MaskClasses
-from dpvision.data.pictures import SIXTEEN_BIT, opened, scaled, upright
+from dpvision.data.image_folder import Listing, files_below, shape_for, split_folders, usual_size
+from dpvision.data.images import (
+    MAX_WORKERS,
+    SIXTEEN_BIT,
+    decode,
+    for_each,
+    is_picture,
+    look,
+    mask_bytes,
+    mask_class_names,
+    opened,
+    scaled,
+    upright,
+)
+from dpvision.data.nifti import SUFFIXES as VOLUME_SUFFIXES
+from dpvision.data.nifti import (
+    is_volume,
+    open_volume,
+    require_nibabel,
+    require_same_place,
+    volume_masks,
+    volume_pictures,
+    volume_shape,
+)
+from dpvision.data.options import LoadOptions, MaskClasses, Progress
+from dpvision.data.safe_read import require_memory
 from dpvision.data.store import ImageStore
-from dpvision.data.wording import BadFile, shown
+from dpvision.data.units import unit_names, unit_numbers
+from dpvision.errors import BadFile, DataError, bad_files_text, printable, shown, some_of
 
 # Compression blurs the edges of a mask: from here up a JPEG's pixel is foreground.
 JPEG_THRESHOLD = 128
@@ -53,3 +85,264 @@ def _numbers(picture: Image.Image, mask_classes: MaskClasses) -> NDArray[Any]:
     if picture.mode == "RGB" and mask_classes == "merged":
         return np.asarray(picture).max(axis=2)
     raise BadFile(f"a mask needs one channel of whole numbers, got {picture.mode}; store it grey or with a palette")
+
+
+MASK_ENDINGS = ("_mask", "_seg", "_label")
+# Volumes are large: few at a time.
+VOLUME_WORKERS = 2
+Shape = tuple[int, int, int]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Files below ``root``, sorted by name, and below ``mask_root`` the mask of each."""
+
+    root: Path
+    mask_root: Path
+    files: tuple[str, ...]
+    masks: tuple[str, ...]
+
+    @property
+    def volumes(self) -> bool:
+        """Whether the files are volumes. They are of one kind."""
+        return is_volume(Path(self.files[0]))
+
+
+@final
+@dataclass(frozen=True)
+class _Rows:
+    """What one file gave: pictures, masks and the names of the rows."""
+
+    images_NCHW: Tensor
+    masks_NHW: Tensor
+    names: tuple[str, ...]
+
+
+def load_pairs(
+    source: Path,
+    options: LoadOptions,
+    *,
+    class_names: Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> tuple[ImageStore, ImageStore | None]:
+    """The training part of a folder of pictures or volumes with masks, and its test part if it has train/ and test/.
+
+    Public data has one part: the test part, if there is one.
+    """
+    if options.masks is None:
+        raise DataError(f"{shown(source)} needs masks: name the folder, or the file, where they are.")
+    folders = _splits(source, options.masks)
+    # Of public data the test part is wanted, if there is one.
+    parts = [find_pairs(*each) for each in (folders[-1:] if options.public else folders)]
+    if parts[0].volumes:
+        require_nibabel()
+    elif options.window is not None:
+        raise DataError(f"{shown(source)} has no intensities for a window: that is for .npz files and volumes.")
+    shape = _shape_for(parts[0], options, progress)
+    name, test_files = shown(source.resolve().name), [file for part in parts[1:] for file in part.files]
+    owners = _owners(parts[0], options, also_known=test_files)
+    reader = _Reader(options, shape, progress)
+    train = reader.store(parts[0], owners, name=name, class_names=class_names)
+    if len(parts) == 1:
+        return train, None
+    public = options.without_units()
+    reader = _Reader(public, shape, progress)
+    owners = _owners(parts[1], public)
+    return train, reader.store(parts[1], owners, name=f"{name} test", class_names=train.class_names)
+
+
+def find_pairs(pictures: Path, masks: Path) -> Pairs:
+    """Each picture with the mask of its name; a picture or a mask that is alone is refused."""
+    if pictures.is_file() and masks.is_file():
+        return Pairs(root=pictures.parent, mask_root=masks.parent, files=(pictures.name,), masks=(masks.name,))
+    if not (pictures.is_dir() and masks.is_dir()):
+        raise DataError(f"{shown(pictures)} and {shown(masks)} must be two folders or two files that exist.")
+    files, answers = _files(pictures), _files(masks)
+    if pictures.samefile(masks):
+        files = [file for file in files if _bare(_stem(file)) == _stem(file)]
+        answers = [file for file in answers if file not in files]
+    if not files:
+        raise DataError(f"{shown(pictures)} has no pictures and no volumes (.nii, .nii.gz).")
+    volumes = {is_volume(Path(file)) for file in files}
+    if len(volumes) > 1:
+        raise DataError(f"{shown(pictures)} has pictures and volumes: keep them in folders of their own.")
+    answers = [file for file in answers if is_volume(Path(file)) in volumes]
+    return Pairs(root=pictures, mask_root=masks, files=tuple(files), masks=_matched(files, answers))
+
+
+def _matched(files: Sequence[str], answers: Sequence[str]) -> tuple[str, ...]:
+    """The mask of each file: of its name, or of its name and an ending that says so."""
+    stems = {_stem(file) for file in files}
+    key_of = {file: stem if (stem := _stem(file)) in stems else _bare(stem) for file in answers}
+    problems = []
+    for what, keys in (("pictures", list(map(_stem, files))), ("masks", list(key_of.values()))):
+        twice = [key for key, count in Counter(keys).items() if count > 1]
+        problems += [f"{len(twice)} names belong to several {what}: {some_of(twice)}."] if twice else []
+    mask_of = {key: file for file, key in key_of.items()}
+    alone = [file for file in files if _stem(file) not in mask_of]
+    problems += [f"{len(alone)} pictures have no mask: {some_of(alone)}."] if alone else []
+    alone = [file for file, key in key_of.items() if key not in stems]
+    problems += [f"{len(alone)} masks have no picture: {some_of(alone)}."] if alone else []
+    if problems:
+        problems.append("A mask has its picture's name, or that and _mask, _seg or _label.")
+        raise DataError(" ".join(problems))
+    return tuple(mask_of[_stem(file)] for file in files)
+
+
+def _splits(pictures: Path, masks: Path) -> list[tuple[Path, Path]]:
+    """Where the pictures and masks of each part are: train/ and test/ must be in both folders, or in none."""
+    if not pictures.is_dir():
+        return [(pictures, masks)]
+    train, test = split_folders(pictures)
+    if train == pictures:
+        return [(pictures, masks)]
+    return [(part, masks / part.name) for part in (train, test) if part is not None]
+
+
+def _files(root: Path) -> list[str]:
+    return sorted(file for file in files_below(root) if is_picture(Path(file)) or is_volume(Path(file)))
+
+
+def _stem(file: str) -> str:
+    suffix = next((each for each in VOLUME_SUFFIXES if file.lower().endswith(each)), Path(file).suffix)
+    return file[: len(file) - len(suffix)]
+
+
+def _bare(stem: str) -> str:
+    """The stem without the ending of a mask."""
+    ending = next((each for each in MASK_ENDINGS if stem.lower().endswith(each)), "")
+    return stem[: len(stem) - len(ending)]
+
+
+def _owners(pairs: Pairs, options: LoadOptions, *, also_known: Sequence[str] = ()) -> list[str] | None:
+    """Who owns each file, if known; a volume shows one patient, whose name is the file's unless told otherwise."""
+    found = unit_names(pairs.files, options=options, also_known=also_known)
+    if found is None and pairs.volumes:
+        found = [printable(_stem(file)) for file in pairs.files]
+    if pairs.volumes and options.window is None and not options.public and not options.owners_are_units(found):
+        # A volume's own range would make each of its slices depend on the others.
+        raise DataError(
+            "volumes whose slices are the units need a window: intensities that are public, such as -160 240 for the "
+            "liver in CT. Without it a volume is scaled by its own values, which only its owner as the unit allows."
+        )
+    if pairs.volumes and options.skip_bad and not options.public and not options.owners_are_units(found):
+        raise DataError(
+            "skip_bad must be off for volumes whose slices are the units: one bad slice would take the others with it."
+        )
+    return found
+
+
+def _shape_for(pairs: Pairs, options: LoadOptions, progress: Progress | None) -> Shape:
+    """As asked for, or what most of the headers say."""
+    if not pairs.volumes:
+        listing = Listing(root=pairs.root, class_names=(), files=pairs.files, ignored=0)
+        return shape_for(listing, options, progress=progress)
+    if options.size is not None:
+        return options.channels or 1, *options.size
+    found = for_each(
+        lambda n: _slice_size(volume_shape(pairs.root / pairs.files[n]), options.volume_axis),
+        len(pairs.files),
+        what="looking at volumes",
+        progress=progress,
+    )
+    sizes = [size for size in found if not isinstance(size, str)]
+    # Without any size every volume is bad, and reading them will say why.
+    height, width = usual_size(sizes) if sizes else (1, 1)
+    return options.channels or 1, height, width
+
+
+def _slice_size(shape: Shape, axis: int) -> tuple[int, int]:
+    height, width = (side for other, side in enumerate(shape) if other != axis)
+    return height, width
+
+
+@final
+@dataclass(frozen=True)
+class _Reader:
+    """How files become rows of one shape."""
+
+    options: LoadOptions
+    image_shape: Shape
+    progress: Progress | None
+
+    def store(
+        self, pairs: Pairs, owners: Sequence[str] | None, *, name: str, class_names: Sequence[str] | None
+    ) -> ImageStore:
+        """All rows of the pairs. What can't be used is an error, or skipped and counted."""
+        found, good, bad = self._read(pairs)
+        masks_NHW = torch.cat([rows.masks_NHW for rows in found])
+        of_rows = (
+            None
+            if owners is None
+            else tuple(owners[n] for n, rows in zip(good, found, strict=True) for _ in rows.names)
+        )
+        names = class_names or mask_class_names([masks_NHW.numpy()], self.options.mask_classes)
+        store = ImageStore(
+            images=torch.cat([rows.images_NCHW for rows in found]),
+            labels=masks_NHW,
+            class_names=tuple(names),
+            unit_of_row=unit_numbers(of_rows, len(masks_NHW), self.options),
+            owners=of_rows,
+            name=name,
+            row_names=tuple(each for rows in found for each in rows.names),
+            skipped=bad,
+        )
+        return with_foreground(store) if self.options.only_foreground else store
+
+    def _read(self, pairs: Pairs) -> tuple[list[_Rows], list[int], tuple[tuple[str, str], ...]]:
+        """The rows of the files that can be used, which files those are, and what was skipped and why."""
+        read = self._volume if pairs.volumes else self._picture
+        # A volume has at least one slice.
+        require_memory(len(pairs.files) * math.prod(self.image_shape), f"{len(pairs.files)} pictures with masks")
+        results = for_each(
+            lambda n: read(pairs, n),
+            len(pairs.files),
+            what="reading pictures and masks",
+            progress=self.progress,
+            workers=VOLUME_WORKERS if pairs.volumes else MAX_WORKERS,
+        )
+        bad = tuple((printable(pairs.files[n]), why) for n, why in enumerate(results) if isinstance(why, str))
+        if bad and (not self.options.skip_bad or len(bad) == len(results)):
+            raise DataError(
+                f"{len(bad)} of {len(results)} pictures or their masks can't be used: {bad_files_text(bad)}. "
+                "Repair or remove them, or leave some of them out with skip_bad."
+            )
+        good = [n for n, rows in enumerate(results) if not isinstance(rows, str)]
+        return [rows for rows in results if not isinstance(rows, str)], good, bad
+
+    def _picture(self, pairs: Pairs, n: int) -> _Rows:
+        path, mask_path, squash = pairs.root / pairs.files[n], pairs.mask_root / pairs.masks[n], self.options.squash
+        size = self.image_shape[1:]
+        picture = decode(path, image_shape=self.image_shape, squash=squash)
+        with _about(mask_path):
+            here, there = look(path), look(mask_path)
+            if (here.height, here.width) != (there.height, there.width):
+                raise BadFile(f"{there.height}×{there.width}, but its picture is {here.height}×{here.width}")
+            mask = decode_mask(mask_path, size=size, squash=squash, mask_classes=self.options.mask_classes)
+        # Copies: Pillow's own memory is read-only.
+        images, masks = (torch.from_numpy(each.copy())[None] for each in (picture, mask))
+        return _Rows(images, masks, (printable(pairs.files[n]),))
+
+    def _volume(self, pairs: Pairs, n: int) -> _Rows:
+        volume = open_volume(pairs.root / pairs.files[n])
+        images = volume_pictures(volume, image_shape=self.image_shape, options=self.options)
+        mask_path = pairs.mask_root / pairs.masks[n]
+        with _about(mask_path):
+            mask = open_volume(mask_path)
+            require_same_place(volume, mask)
+            masks = volume_masks(mask, size=self.image_shape[1:], options=self.options)
+        kept = torch.arange(len(masks))
+        if self.options.only_foreground:
+            kept = kept[(masks > 0).flatten(1).any(1)]
+        names = tuple(f"{printable(pairs.files[n])} slice {index}" for index in kept.tolist())
+        return _Rows(images[kept], masks[kept], names)
+
+
+@contextmanager
+def _about(mask: Path) -> Iterator[None]:
+    """What is wrong inside is wrong with this mask."""
+    try:
+        yield
+    except (BadFile, OSError, ValueError, SyntaxError) as error:
+        raise BadFile(f"mask {shown(mask.name)}: {error}") from error

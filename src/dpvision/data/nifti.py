@@ -20,12 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpvision.checks import DataError
-from dpvision.data.intensities import mask_bytes, windowed
-from dpvision.data.limits import open_regular, require_memory
+from dpvision.data.images import mask_bytes, resized, resized_masks, windowed, with_channels
 from dpvision.data.options import LoadOptions
-from dpvision.data.resizing import resized, resized_masks, with_channels
-from dpvision.data.wording import BadFile, shown
+from dpvision.data.safe_read import open_regular, require_memory
+from dpvision.errors import BadFile, DataError, shown
 
 SUFFIXES = (".nii.gz", ".nii")
 # 512 × 512 pixels in 1,024 slices: more is a mistake or a bomb.

@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor
 
-from dpvision.checks import ArgumentError, Problems
+from dpvision.errors import ArgumentError, Problems
 
 Source = Literal["published", "fixed", "released"]
 SOURCES: tuple[Source, ...] = ("published", "fixed", "released")

@@ -12,13 +12,11 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from dpvision.checks import DataError
-from dpvision.data.intensities import mask_bytes, mask_class_names, windowed
-from dpvision.data.limits import open_regular
-from dpvision.data.npy import read_npy
+from dpvision.data.images import mask_bytes, mask_class_names, windowed
 from dpvision.data.options import LoadOptions
+from dpvision.data.safe_read import open_regular, read_npy
 from dpvision.data.store import ImageStore, store_of_arrays
-from dpvision.data.wording import BadFile, printable, shown, some_of
+from dpvision.errors import BadFile, DataError, printable, shown, some_of
 
 IMAGE_KEYS = {"train": ("images", "x_train", "train_images", "X", "x"), "test": ("x_test", "test_images")}
 LABEL_KEYS = {"train": ("labels", "y_train", "train_labels", "Y", "y"), "test": ("y_test", "test_labels")}

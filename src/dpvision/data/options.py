@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final, get_args
 
-from dpvision.checks import DataError, Problems
 from dpvision.data.store import ImageStore
+from dpvision.errors import DataError, Problems
 
 Progress = Callable[[str, int, int], None]
 """Called now and then with (what is being done, how much is done, how much there is)."""

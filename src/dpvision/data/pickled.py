@@ -16,8 +16,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from dpvision.checks import DataError
-from dpvision.data.wording import shown
+from dpvision.errors import DataError, shown
 
 MAX_OPCODES = 2_000_000
 _MARK = object()

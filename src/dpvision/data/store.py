@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpvision.checks import DataError
 from dpvision.data.normalisation import Normalisation
-from dpvision.data.wording import some_of
+from dpvision.errors import DataError, some_of
 
 
 class UnitRows(NamedTuple):

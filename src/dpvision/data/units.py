@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dpvision.checks import DataError
-from dpvision.data.limits import open_regular
 from dpvision.data.options import LoadOptions
+from dpvision.data.safe_read import open_regular
 from dpvision.data.store import dense_units
-from dpvision.data.wording import printable, shown, some_of
+from dpvision.errors import DataError, printable, shown, some_of
 
 TRAIN_FOLDER = "train"
 TEST_FOLDERS = ("test", "val", "valid", "validation")

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from dpvision.models.activations import ACTIVATIONS, TemperedSigmoid, activation
-from dpvision.models.backbone import FrozenBatchNorm
-from dpvision.models.catalogue import catalogue, count_parameters, create, entry
-from dpvision.models.entries import Entry
-from dpvision.models.layers import ScalarGain, WSConv2d
-from dpvision.models.norms import NORMS, Norm
+from dpvision.models.backbone import FrozenBatchNorm, Split, split
+from dpvision.models.layers import ACTIVATIONS, NORMS, Norm, ScalarGain, TemperedSigmoid, WSConv2d, activation
 from dpvision.models.private_ready import Change, FrozenAffine, make_private_ready
-from dpvision.models.scatter import channel_constants
-from dpvision.models.scattering import Scattering
-from dpvision.models.splitting import Split, split
+from dpvision.models.registry import Entry, catalogue, count_parameters, create, entry
+from dpvision.models.scattering import Scattering, channel_constants
 
 __all__ = [
     "ACTIVATIONS",

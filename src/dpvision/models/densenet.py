@@ -11,9 +11,9 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from dpvision.models.activations import activation as make_activation
-from dpvision.models.initialise import kaiming_normal
-from dpvision.models.norms import Norm
+from dpvision.models.initialisation import kaiming_normal
+from dpvision.models.layers import Norm
+from dpvision.models.layers import activation as make_activation
 
 BLOCKS = (6, 12, 24, 16)
 GROWTH = 32

@@ -1,4 +1,8 @@
-"""Layers that PyTorch lacks: scalar gains, weight-standardised convolution, SAME padding, fixed affine maps.
+"""Activations by name. None works in place, because per-unit gradients need what an in-place layer overwrites.
+
+Normalisation by name. LayerNorm is GroupNorm with one group, InstanceNorm is GroupNorm with one channel a group.
+
+Layers that PyTorch lacks: scalar gains, weight-standardised convolution, SAME padding, fixed affine maps.
 
 Every one treats each row by itself, and each one that has parameters has a rule in the gradient engine.
 
@@ -8,13 +12,158 @@ Shapes: N rows, C channels, H height, W width, O out channels, I in channels per
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpvision.checks import ArgumentError
+from dpvision.errors import ArgumentError, Problems
+
+
+@final
+class TemperedSigmoid(nn.Module):
+    """``scale · sigmoid(temperature · x) − offset``; (2, 2, 1) is tanh, (1, 1, 0) the logistic function.
+
+    Bounded activations keep per-unit gradients small, so that clipping takes less of them (Papernot et al. 2021).
+    """
+
+    def __init__(self, scale: float = 2.0, temperature: float = 2.0, offset: float = 1.0) -> None:
+        super().__init__()
+        self.scale, self.temperature, self.offset = scale, temperature, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it elementwise."""
+        return self.scale * torch.sigmoid(self.temperature * x) - self.offset
+
+    def extra_repr(self) -> str:
+        """The three constants."""
+        return f"{self.scale}, {self.temperature}, {self.offset}"
+
+
+@final
+class UnitVariance(nn.Module):
+    """An activation times the constant that gives it unit variance on standard normal input (NF networks).
+
+    The mean of the output is not zero; the standardised filters that follow take it away.
+    """
+
+    def __init__(self, function: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.function, self.factor = function, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it elementwise."""
+        return self.function(x) * self.factor
+
+
+_MAKERS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "mish": nn.Mish,
+    "selu": nn.SELU,
+    "tanh": nn.Tanh,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "elu": nn.ELU,
+    "leaky_relu": nn.LeakyReLU,
+    "sigmoid": nn.Sigmoid,
+    "tempered_sigmoid": TemperedSigmoid,
+    # The constants of the NF papers; GELU is JAX's default tanh approximation.
+    "nf_relu": lambda: UnitVariance(nn.ReLU(), 1.7139588594436646),
+    "nf_gelu": lambda: UnitVariance(nn.GELU(approximate="tanh"), 1.7015043497085571),
+    "none": nn.Identity,
+}
+ACTIVATIONS: tuple[str, ...] = tuple(_MAKERS)
+_TEMPERED = re.compile(r"tempered_sigmoid\(([^,()]+),([^,()]+),([^,()]+)\)")
+
+
+def activation(name: str) -> nn.Module:
+    """An activation by name; ``tempered_sigmoid(scale, temperature, offset)`` takes its constants in brackets."""
+    if name in _MAKERS:
+        return _MAKERS[name]()
+    match = _TEMPERED.fullmatch(name.replace(" ", "")) if isinstance(name, str) else None
+    try:
+        constants = [float(text) for text in match.groups()] if match else None
+    except ValueError:
+        constants = None
+    if constants is None:
+        raise ArgumentError(
+            f"activation must be one of {', '.join(ACTIVATIONS)} or tempered_sigmoid(scale,temperature,offset), "
+            f"got {name!r}."
+        )
+    return TemperedSigmoid(*constants)
+
+
+NORMS = ("group", "layer", "instance", "batch", "none")
+Groups = int | Sequence[int] | str
+Rule = Literal["clamp", "gcd"]
+
+
+@final
+@dataclass(frozen=True)
+class Norm:
+    """Which normalisation to put after a layer.
+
+    ``kind`` "batch" mixes rows: it is for ordinary (public) training only and the preflight refuses it.
+    ``rule`` says how many groups C channels get: "clamp" min(groups, C) as in the ScaleNorm papers, "gcd" the greatest
+    common divisor as in Opacus's replacement of BatchNorm.
+    """
+
+    kind: str = "group"
+    groups: int = 32
+    rule: Rule = "clamp"
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        problems.require(self.kind in NORMS, f"norm must be one of {', '.join(NORMS)}, got {self.kind!r}.")
+        problems.count("groups", self.groups)
+        problems.raise_if_any()
+
+    def make(self, channels: int) -> nn.Module:
+        """The layer for ``channels`` channels."""
+        if self.kind == "none":
+            return nn.Identity()
+        if self.kind == "batch":
+            return nn.BatchNorm2d(channels)
+        return nn.GroupNorm(self._groups_of(channels), channels)
+
+    def _groups_of(self, channels: int) -> int:
+        """How many groups ``channels`` channels get; a number that does not divide them is refused, not rounded."""
+        if self.kind == "layer":
+            return 1
+        if self.kind == "instance":
+            return channels
+        if self.rule == "gcd":
+            return math.gcd(self.groups, channels)
+        groups = min(self.groups, channels)
+        if channels % groups:
+            raise ArgumentError(f"groups must divide the {channels} channels of every layer, got {self.groups}.")
+        return groups
+
+
+def norm_per_stage(kind: str, groups: Groups, *, stages: int, rule: Rule = "clamp") -> list[Norm]:
+    """One ``Norm`` a stage: ``groups`` is one number for all stages, or one number each.
+
+    Several numbers may also be a text such as "8,16,16,32", which a command line and a configuration can hold.
+    """
+    counts = [groups] * stages if isinstance(groups, int) else _numbers(groups)
+    if counts is None or len(counts) != stages:
+        raise ArgumentError(f"groups must be one number or {stages} numbers (one a stage), got {groups!r}.")
+    return [Norm(kind, count, rule) for count in counts]
+
+
+def _numbers(groups: Sequence[int] | str) -> list[int] | None:
+    """The numbers of a sequence, or of a text that has them between commas; None if it has something else."""
+    if not isinstance(groups, str):
+        return list(groups) if isinstance(groups, Sequence) else None
+    try:
+        return [int(part) for part in groups.split(",")]
+    except ValueError:
+        return None
+
 
 Padding = Literal["same"] | int
 

@@ -13,8 +13,7 @@ from typing import final
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dpvision.checks import Problems
-from dpvision.models.activations import activation as make_activation
+from dpvision.errors import Problems
 from dpvision.models.layers import (
     SameMaxPool2d,
     ScalarGain,
@@ -24,6 +23,7 @@ from dpvision.models.layers import (
     StochasticDepth,
     WSConv2d,
 )
+from dpvision.models.layers import activation as make_activation
 
 ALPHA = 0.2
 STRIDES = (1, 2, 2, 2)

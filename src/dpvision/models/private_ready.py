@@ -1,6 +1,6 @@
 """A user's own model made ready for private training: a changed copy, and a list of what changed and why.
 
-Only modules are looked at. Whether the copy is ready is for ``dpvision.grads.preflight`` to say, which tries it out.
+Only modules are inspected. ``dpvision.gradients.model_check`` decides whether the copy is ready.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from dpvision.checks import ArgumentError, Problems
+from dpvision.errors import ArgumentError, Problems
 from dpvision.models.scale_norm import add_scale_norms
 
 BatchNormTo = Literal["group", "frozen"]
@@ -72,7 +72,7 @@ def make_private_ready(
     ``scale_norm`` every residual addition is followed by a norm; that needs ``example``, a small batch of inputs.
 
     Guarantee: none by itself. What is not a module (functional in-place calls, hand-written batch statistics) stays;
-    ``dpvision.grads.preflight`` finds it.
+    ``dpvision.gradients.model_check`` finds it.
     """
     problems = Problems()
     problems.require(batch_norm in ("group", "frozen"), f"batch_norm must be group or frozen, got {batch_norm!r}.")

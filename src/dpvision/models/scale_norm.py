@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp, TensorMetadata
 
-from dpvision.checks import ArgumentError
+from dpvision.errors import ArgumentError
 
 _FUNCTIONS = (operator.add, operator.iadd, torch.add)
 _METHODS = ("add", "add_")

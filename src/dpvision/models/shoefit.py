@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from dpvision.checks import ArgumentError, Problems
-from dpvision.models.activations import activation as make_activation
-from dpvision.models.initialise import initialise
+from dpvision.errors import ArgumentError, Problems
+from dpvision.models.initialisation import initialise
 from dpvision.models.layers import SpatialMean
+from dpvision.models.layers import activation as make_activation
 
 ImageSize = int | Sequence[int]
 

@@ -8,10 +8,10 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from dpvision.checks import Problems
-from dpvision.models.activations import activation as make_activation
-from dpvision.models.initialise import SCHEMES, initialise, xavier_uniform
-from dpvision.models.norms import Norm
+from dpvision.errors import Problems
+from dpvision.models.initialisation import SCHEMES, initialise, xavier_uniform
+from dpvision.models.layers import Norm
+from dpvision.models.layers import activation as make_activation
 
 Connections = Literal["dense", "residual", "none"]
 Pooling = Literal["max", "average", "none"]

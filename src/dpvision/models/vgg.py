@@ -9,7 +9,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from dpvision.checks import Problems
+from dpvision.errors import Problems
 from dpvision.models.backbone import FeatureNorm, draw, feature_norm_layer, resize
 
 _BLOCKS = ((64, 64), (128, 128), (256, 256, 256))

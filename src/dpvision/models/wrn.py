@@ -12,11 +12,10 @@ from typing import Literal, final
 
 from torch import Tensor, nn
 
-from dpvision.checks import Problems
-from dpvision.models.activations import activation as make_activation
-from dpvision.models.initialise import truncated_normal, truncated_normal_
-from dpvision.models.layers import SamePad2d, ScalarGain, SpatialMean, WSConv2d
-from dpvision.models.norms import Norm
+from dpvision.errors import Problems
+from dpvision.models.initialisation import truncated_normal, truncated_normal_
+from dpvision.models.layers import Norm, SamePad2d, ScalarGain, SpatialMean, WSConv2d
+from dpvision.models.layers import activation as make_activation
 
 Layout = Literal["de", "plain"]
 Order = Literal["act_norm", "norm_act"]

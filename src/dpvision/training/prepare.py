@@ -1,19 +1,26 @@
-"""From a configuration to something that can run: data loaded, open settings filled, noise calibrated."""
+"""Who is protected: what a unit is called, how many of its rows enter a step, and how many rows an owner may have.
+
+How many units there are, where nobody declared it: counted with noise, and charged.
+
+From a configuration to something that can run: data loaded, open settings filled, noise calibrated.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
+import numpy as np
+
 from dpvision.accounting import Charges, calibrate_noise_multiplier, mechanism_guarantee
-from dpvision.certificate import PIXEL_STATISTICS
-from dpvision.checks import ArgumentError
 from dpvision.config import DataConfig, RunConfig, parse_config, required
 from dpvision.data import (
     ImageStore,
     LoadOptions,
     Normalisation,
+    dense_units,
     fixed_normalisation,
     hold_out,
     known_sources,
@@ -21,22 +28,135 @@ from dpvision.data import (
     load_one,
     mismatch_note,
 )
-from dpvision.data.folder import split_folders
-from dpvision.keys import Keys
-from dpvision.mechanism import Event
-from dpvision.optim import OptimizerSettings
-from dpvision.rounding import rounded_up
-from dpvision.training.counting import count_charges, with_number_of_units
-from dpvision.training.origin import resolved_transfer
-from dpvision.training.proposals import (
+from dpvision.data.image_folder import split_folders
+from dpvision.errors import ArgumentError
+from dpvision.privacy.mechanism import Event, rounded_up
+from dpvision.privacy.noise import standard_normals
+from dpvision.privacy.randomness import Keys
+from dpvision.privacy.schedules import OptimizerSettings
+from dpvision.release.statements import COUNTED_UNITS as COUNT
+from dpvision.release.statements import PIXEL_STATISTICS, VOLUME
+from dpvision.training.defaults import (
     DEFAULT_IMAGE_SIZE,
     DEFAULT_MASK_SIZE,
     Choice,
     Facts,
     fill_open_settings,
     require_fitting_model,
+    two_digits,
 )
-from dpvision.training.units import limited_rows, name_units
+from dpvision.training.lineage import resolved_transfer
+
+SLICES_PER_PATIENT = 4
+
+
+def name_units(config: RunConfig, store: ImageStore) -> RunConfig:
+    """What a unit is called. A word for a person needs ids of persons: a word alone protects nobody."""
+    data, given, masks = config.data, config.privacy.privacy_unit, config.task == "segmentation"
+    grouped = store.owners is not None and data.units != "rows"
+    single = {"example", "slice"} if masks else {"example"}
+    if not grouped and given not in {None, *single}:
+        raise ArgumentError(
+            f"privacy_unit must be example where each picture is a unit of its own, got {given!r}. "
+            "Say who owns which picture: unit_column, unit_csv, unit_folder_level or unit_pattern."
+        )
+    if grouped and given in single:
+        raise ArgumentError(f"privacy_unit must name what owns several pictures (patient, user …), got {given!r}.")
+    if grouped:
+        told = (data.unit_column, data.unit_csv, data.unit_folder_level, data.unit_pattern)
+        by_file = all(each is None for each in told)  # a patient may have several files: a volume is what is known
+        usual = VOLUME if by_file else "patient" if masks else "owner"
+    else:
+        usual = "slice" if masks and store.owners is not None else "example"
+    rows = data.rows_per_unit or (SLICES_PER_PATIENT if grouped and masks else 1)
+    return config.model_copy(
+        update={
+            "privacy": config.privacy.model_copy(update={"privacy_unit": given or usual}),
+            "data": data.model_copy(update={"rows_per_unit": rows, "units": "owners" if grouped else "rows"}),
+        }
+    )
+
+
+def limited_rows(store: ImageStore, config: RunConfig) -> ImageStore:
+    """The store with at most ``most_rows_per_owner`` rows of each owner: the first ones in the order of the store.
+
+    Guarantee: an owner's rows are chosen by that owner's rows alone, so that an owner more or less moves nobody
+    else's. One row more or less may let another row of the same owner in or out.
+    """
+    most = config.privacy.most_rows_per_owner
+    if most is None:
+        return store
+    if store.owners is None or config.data.units != "rows":
+        raise ArgumentError(
+            f"most_rows_per_owner is for runs whose units are rows with known owners, got {most}. Set units=rows and "
+            "say who owns which picture, or leave it out: where owners are the units, rows_per_unit bounds a step."
+        )
+    owner_of_row = dense_units(store.owners).numpy()
+    order = np.argsort(owner_of_row, kind="stable")
+    first = np.searchsorted(owner_of_row[order], owner_of_row[order])
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order)) - first
+    # Rows are the units here, so that what is left is numbered anew in the order of the store.
+    return replace(store.select_units(np.flatnonzero(place < most)), skipped=store.skipped)
+
+
+UNITS_OF_NOISE = 45.0
+"""The noise at a target of epsilon one. Whatever the target, the noise on the gradients grows by about 0.3 % for it."""
+USUAL_TARGET = 3.0
+
+
+def with_number_of_units(config: RunConfig, store: ImageStore, keys: Keys) -> tuple[RunConfig, tuple[Choice, ...]]:
+    """The configuration with its number of units, if private units are there to be counted.
+
+    Guarantee: sample rate, divisor, delta and all that is proposed from the number depend on the data through one
+    Gaussian release, which one unit more or less moves by one, and which ``count_charges`` names. A published dataset
+    has a published size, and a number that was declared is taken as it is.
+    """
+    privacy = config.privacy
+    if privacy.count_noise_multiplier is not None and privacy.num_units is not None:
+        raise ArgumentError(
+            "count_noise_multiplier is for counting the units, got num_units too: a declared number needs no noise."
+        )
+    if not privacy.enabled or privacy.num_units is not None or config.data.source in known_sources():
+        return config, ()
+    require_plan_that_fits_any(config)
+    noise = privacy.count_noise_multiplier or UNITS_OF_NOISE / (privacy.target_epsilon or USUAL_TARGET)
+    (normal,) = standard_normals(keys.derive("statistics", COUNT), 1)
+    noisy = max(1, two_digits(max(1, round(store.num_units + noise * float(normal)))))
+    # A rate above one would be refused: whether it is must not depend on the data either.
+    noisy = max(noisy, math.ceil(privacy.expected_batch_size or 1))
+    update = {"num_units": noisy, "count_noise_multiplier": noise}
+    reason = f"counted with noise of about {noise:.0f}, which is charged; declare it to choose it"
+    config = config.model_copy(update={"privacy": privacy.model_copy(update=update)})
+    return config, (Choice("num_units", str(noisy), reason),)
+
+
+def require_plan_that_fits_any(config: RunConfig) -> None:
+    """Refuse, before anybody counts, a plan that would be refused for some numbers of units and not for others.
+
+    A refused command charges nothing: what it says, and that it is refused, must not tell what was counted.
+    """
+    privacy, transfer = config.privacy, config.transfer
+    if privacy.noise_multiplier is not None and privacy.target_epsilon is not None:
+        raise ArgumentError(
+            "noise_multiplier and target_epsilon together need num_units: whether the plan stays within the target "
+            "would tell how many units were counted. Declare num_units, or leave one of the two open."
+        )
+    if transfer is not None and transfer.head_steps is not None and privacy.steps is None:
+        raise ArgumentError(
+            "head_steps needs steps where units are counted: how many are proposed depends on the count. Give steps, "
+            "or declare num_units."
+        )
+
+
+def count_charges(config: RunConfig) -> tuple[tuple[Event, int], ...]:
+    """What the number of units cost: nothing if it was declared."""
+    privacy = config.privacy
+    if not privacy.enabled or privacy.count_noise_multiplier is None:
+        return ()
+    noise = required(privacy.count_noise_multiplier, "count_noise_multiplier")
+    return ((Event(sample_rate=1.0, noise_multiplier=noise, purpose=COUNT), 1),)
+
 
 HEAD_CLIP_NORM, HEAD_RATE = 0.1, 4.0
 

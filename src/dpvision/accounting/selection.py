@@ -1,0 +1,116 @@
+"""What a search for settings costs when every trial looks at the same private data.
+
+Two honest ways. Composition: all trials are charged, and each may depend on those before it and be published. Random
+stopping (Papernot and Steinke, arXiv 2110.03620): settings are drawn at random, the number of trials is drawn from a
+known distribution and stays secret, and the best trial alone is released. Its cost hardly grows with the number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+from dp_accounting.rdp import compute_epsilon
+from numpy.typing import NDArray
+
+from dpvision.accounting.charges import Charges, check_request
+from dpvision.accounting.epsilon import guarantee
+from dpvision.accounting.pld import pld_deltas
+from dpvision.accounting.rdp import rdp_curve
+from dpvision.errors import ArgumentError, Problems
+from dpvision.privacy.mechanism import Adjacency, Guarantee
+
+# pyright: reportMissingTypeStubs=false
+# dp-accounting has annotations but no stubs.
+
+
+Stopping = Literal["logarithmic", "geometric", "poisson"]
+STOPPINGS: tuple[Stopping, ...] = ("logarithmic", "geometric", "poisson")
+_SHAPES = {"logarithmic": 0.0, "geometric": 1.0}  # of the truncated negative binomial distribution
+
+
+def all_trials(charges: Charges, *, trials: int, delta: float, adjacency: Adjacency = "add_remove") -> Guarantee:
+    """What ``trials`` runs with these charges guarantee together, however each was chosen after the others.
+
+    Guarantee: an upper bound by PLD; every trial may be released.
+    """
+    problems = Problems()
+    problems.count("trials", trials)
+    problems.raise_if_any()
+    return guarantee([(event, count * trials) for event, count in charges], delta=delta, adjacency=adjacency)
+
+
+def best_of_random_many(
+    charges: Charges,
+    *,
+    mean_trials: float,
+    stopping: Stopping = "geometric",
+    delta: float,
+    adjacency: Adjacency = "add_remove",
+) -> Guarantee:
+    """What releasing the best of a random number of runs guarantees, each of which has these charges at most.
+
+    Guarantee: an upper bound by RDP (theorems 2 and 6 of the paper), if settings are drawn independently of the data,
+    the number of trials is drawn from ``stopping`` with ``mean_trials`` as its mean, and nothing but the best is seen.
+    """
+    problems = Problems()
+    problems.require(
+        type(mean_trials) in (int, float) and 1 <= mean_trials < math.inf,
+        f"mean_trials must be a finite number >= 1, got {mean_trials}.",
+    )
+    problems.require(stopping in STOPPINGS, f"stopping must be one of {', '.join(STOPPINGS)}, got {stopping!r}.")
+    problems.raise_if_any()
+    check_request(charges, delta=delta, adjacency=adjacency)
+    orders, divergences = rdp_curve(charges, adjacency=adjacency)
+    if not any(count for _, count in charges):
+        epsilon = 0.0
+    else:
+        penalty = math.log(mean_trials) / (orders - 1)
+        if stopping == "poisson":
+            penalty += mean_trials * _deltas_of_one(charges, orders, delta, adjacency)
+        else:
+            penalty += _negative_binomial_penalty(orders, divergences, mean_trials, _SHAPES[stopping])
+        found, _ = compute_epsilon(list(orders), list(divergences + penalty), delta)
+        epsilon = max(0.0, float(found))
+    return Guarantee(epsilon=epsilon, delta=delta, adjacency=adjacency, accountant="rdp")
+
+
+def _negative_binomial_penalty(
+    orders: NDArray[np.float64], divergences: NDArray[np.float64], mean_trials: float, shape: float
+) -> float:
+    """Theorem 2, with the best second order."""
+    log_inverse = -math.log(stopping_chance(mean_trials, shape))
+    return (1 + shape) * float(np.min((1 - 1 / orders) * divergences + log_inverse / orders))
+
+
+def _deltas_of_one(
+    charges: Charges, orders: NDArray[np.float64], delta: float, adjacency: Adjacency
+) -> NDArray[np.float64]:
+    """Theorem 6 asks for the delta of one run at epsilon = ln(1 + 1/(order − 1)); PLD bounds it best."""
+    epsilons = np.log1p(1 / (orders - 1))
+    rising = np.argsort(epsilons)
+    deltas = np.empty_like(epsilons)
+    deltas[rising] = pld_deltas(charges, epsilons=epsilons[rising], delta=delta, adjacency=adjacency)
+    return deltas
+
+
+def stopping_chance(mean_trials: float, shape: float) -> float:
+    """The parameter of a truncated negative binomial distribution (shape 0 or 1) with this mean, or just below it.
+
+    Geometric (1): stop after each trial with this chance. Logarithmic (0): mean = (1/chance − 1) / ln(1/chance).
+    """
+    if shape == 1:
+        return 1 / mean_trials
+    if shape != 0:
+        raise ArgumentError(f"shape must be 0 or 1, got {shape}.")
+    low, high = 0.0, 1.0
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _logarithmic_mean(middle) < mean_trials else (middle, high)
+    return low if low > 0 else high
+
+
+def _logarithmic_mean(chance: float) -> float:
+    odds = 1 / chance - 1
+    return 1.0 if odds == 0 else odds / math.log1p(odds)

@@ -1,0 +1,194 @@
+"""What is audited: the settings of a run, of a recipe or of a model, moved onto made-up pictures.
+
+Sessions on made-up pictures: the very step path of training, in a run of its own that is stamped not for release.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dpvision.accounting import guarantee
+from dpvision.config import DataConfig, ModelConfig, PrivacyConfig, RunConfig, parse_config, required
+from dpvision.data import ImageStore, Normalisation, store_of_arrays
+from dpvision.errors import ArgumentError, TamperError
+from dpvision.models import entry
+from dpvision.privacy.ledger import Ledger
+from dpvision.privacy.randomness import Keys
+from dpvision.privacy.schedules import AveragingSettings, OptimizerSettings, ScheduleSettings
+from dpvision.release.statements import NOT_FOR_RELEASE
+from dpvision.storage.files import parse_object, read_file
+from dpvision.storage.run_folder import CERTIFICATE, RunFolder
+from dpvision.training.defaults import Facts, fill_open_settings
+from dpvision.training.prepare import Pictures, calibrate, constant_normalisation
+from dpvision.training.stages import Phase
+from dpvision.training.start import ledger_header
+from dpvision.training.trainer import Learner, Place, Session, assemble, make_learner
+
+MADE_UP = "made-up pictures"
+LARGEST_SIDE = 32
+PLAIN_SGD = OptimizerSettings(name="sgd", learning_rate=0.1)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A private, resolved configuration whose data are made up, and the shape of its pictures."""
+
+    name: str
+    config: RunConfig
+    image_shape: tuple[int, int, int]
+    num_classes: int
+
+    @property
+    def delta(self) -> float:
+        """The delta of its guarantee."""
+        return required(self.config.privacy.delta, "delta")
+
+    @property
+    def epsilon(self) -> float:
+        """What the whole plan spends for adding or removing one unit."""
+        mechanism = self.config.mechanism
+        return guarantee([(mechanism.step_event, mechanism.steps)], delta=self.delta).epsilon
+
+
+def subject_of_run(path: Path) -> Subject:
+    """The settings of a finished run. Nothing of its data is read but its public shape."""
+    folder = RunFolder.open(path)
+    file = folder.release / CERTIFICATE
+    data = parse_object(read_file(file), name=str(file)).get("data", {})
+    try:
+        channels, height, width = data["image_shape"]
+        shape, classes = (int(channels), int(height), int(width)), len(data["class_names"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise TamperError(f"{file} does not say what the model was trained on.") from error
+    return _subject(parse_config(folder.read_config()), shape, classes)
+
+
+def subject_of_config(config: RunConfig) -> Subject:
+    """The settings of a configuration, with pictures of the shape that its model is made for."""
+    if config.model is None:
+        raise ArgumentError("name a model: there are no pictures from which one could be proposed.")
+    found = entry(config.model.name)
+    side = config.model.options.get("image_size") or config.data.image_size or min(found.image_size, LARGEST_SIDE)
+    channels = config.data.channels or found.in_channels
+    classes = found.num_classes if config.task == "classification" else 2
+    return _subject(config, (channels, int(side), int(side)), classes)
+
+
+def config_of_model(name: str, options: dict[str, Any]) -> RunConfig:
+    """A small private plan for a model: epsilon 4.3 at delta 1e-5 over 50 steps."""
+    sized = {"image_size": 8} if name == "linear" and "image_size" not in options else {}
+    return RunConfig(
+        name=name,
+        task="segmentation" if entry(name).family == "segmentation" else "classification",
+        data=DataConfig(source=MADE_UP),
+        model=ModelConfig(name=name, options={**sized, **options}),
+        privacy=PrivacyConfig(
+            noise_multiplier=1.4, delta=1e-5, num_units=1000, expected_batch_size=150, steps=50, clip_norm=1.0
+        ),
+        optimizer=PLAIN_SGD,
+    )
+
+
+def _subject(config: RunConfig, image_shape: tuple[int, int, int], num_classes: int) -> Subject:
+    if not config.privacy.enabled:
+        raise ArgumentError("the settings have no privacy: there is no mechanism to test, and no epsilon to refute.")
+    not_here = {"most_rows_per_owner": None, "count_noise_multiplier": None}  # facts of other data
+    privacy = config.privacy.model_copy(update={"privacy_unit": "example", "adjacency": "add_remove", **not_here})
+    data = DataConfig(source=MADE_UP, normalisation="fixed", rows_per_unit=config.data.rows_per_unit or 1)
+    loss = config.loss or ("cross_entropy" if config.task == "classification" else "dice_cross_entropy")
+    made_up = {"data": data, "loss": loss, "privacy": privacy, "transfer": None, "cache_features": "off"}
+    config = config.model_copy(update=made_up)
+    facts = Facts(num_units=1000, num_classes=num_classes, image_shape=image_shape)
+    config, _ = fill_open_settings(config, facts)
+    config = parse_config(calibrate(config).model_dump())
+    return Subject(name=config.name, config=config, image_shape=image_shape, num_classes=num_classes)
+
+
+def with_plain_sgd(config: RunConfig) -> RunConfig:
+    """The same mechanism, with steps whose weights add up every noisy gradient.
+
+    What comes after the noise can't change the guarantee, so nothing is lost by choosing what is easiest to read.
+    """
+    plain = {"optimizer": PLAIN_SGD, "schedule": ScheduleSettings(), "averaging": AveragingSettings()}
+    return config.model_copy(update=plain)
+
+
+AUDIT_STAMP = "an audit run: canaries or made-up pictures are part of its data"
+
+
+@contextmanager
+def session_on(
+    config: RunConfig,
+    train: ImageStore,
+    *,
+    keys: Keys,
+    learner: Learner | None = None,
+    normalisation: Normalisation | None = None,
+    parent: Path | None = None,
+) -> Iterator[Session]:
+    """A session over ``train`` in a folder of its own, which is gone afterwards; ``parent`` says where it lies.
+
+    Its keys are bound to nothing: neighbouring stores under equal keys share draws and noise, which is the point.
+    """
+    pictures = Pictures(train, train, None, held_out=False)
+    learner = learner or whole_learner(config, pictures)
+    with tempfile.TemporaryDirectory(prefix="dpvision-audit-", dir=parent) as place:
+        folder = RunFolder.create(Path(place) / "run")
+        with folder:
+            ledger = Ledger.create(
+                folder.ledger_path, ledger_header(config, keys.derive("run")[:8].hex(), hand_seeded=keys.hand_seeded)
+            )
+            ledger.note("declare", {"what": NOT_FOR_RELEASE, "how": AUDIT_STAMP})
+            yield assemble(
+                config,
+                pictures,
+                place=Place(folder, ledger, keys, 0, "cpu"),
+                learner=learner,
+                normalisation=normalisation or constant_normalisation(config, pictures),
+            )
+
+
+def whole_learner(config: RunConfig, pictures: Pictures) -> Learner:
+    """The configured model, all of it trained in one phase, on pictures."""
+    return make_learner(config.model_copy(update={"transfer": None, "cache_features": "off"}), pictures, "cpu")
+
+
+def one_phase(network: torch.nn.Module) -> Learner:
+    """A network of ours, all of it trained in one phase."""
+    trained = frozenset(name for name, value in network.named_parameters() if value.requires_grad)
+    return Learner(network, (Phase(0, trained, network),))
+
+
+def made_up_pictures(count: int, image_shape: tuple[int, int, int], *, seed: int) -> NDArray[np.uint8]:
+    """Noise: the same for everybody."""
+    return np.random.default_rng(seed).integers(0, 256, size=(count, *image_shape), dtype=np.uint8)
+
+
+def made_up_store(
+    config: RunConfig,
+    images: NDArray[np.uint8],
+    *,
+    num_classes: int,
+    labels: NDArray[np.int64] | None = None,
+    unit_names: list[str] | None = None,
+) -> ImageStore:
+    """A store over made-up pictures; unless told, labels (or masks, where that is the task) are made up too."""
+    shape = (len(images), *images.shape[2:]) if config.task == "segmentation" else (len(images),)
+    drawn = np.random.default_rng(len(images)).integers(0, num_classes, size=shape)
+    return store_of_arrays(
+        images=images,
+        labels=drawn if labels is None else labels,
+        class_names=[f"class {number}" for number in range(num_classes)],
+        name="made-up pictures",
+        unit_names=unit_names,
+    )

@@ -1,0 +1,252 @@
+"""``dpvision check``: can this model be trained privately, and if not, what stands in the way?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from dpvision.cli.console import print_json, printable, user_errors
+from dpvision.errors import ArgumentError, Problems
+
+if TYPE_CHECKING:
+    from dpvision.gradients.model_check import Finding
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor, nn
+
+
+PROBLEMS_FOUND = 1
+DEFAULT_CHANNELS, DEFAULT_SIDE, DEFAULT_CLASSES = 3, 32, 10
+_SHOWN = 4
+
+
+class _Subject(NamedTuple):
+    """What is checked, and the pictures and classes that it is checked with."""
+
+    model: nn.Module
+    in_channels: int
+    side: int
+    num_classes: int
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        return self.in_channels, self.side, self.side
+
+
+def check(
+    model: Annotated[str, typer.Argument(help="A catalogue name, FILE.py:FUNCTION or MODULE:FUNCTION.")],
+    in_channels: Annotated[int | None, typer.Option(help="Channels of a picture (3, or as in the catalogue).")] = None,
+    image_size: Annotated[int | None, typer.Option(help="Side of a picture (32, or as in the catalogue).")] = None,
+    num_classes: Annotated[int | None, typer.Option(help="Number of classes (10, or as in the catalogue).")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="A catalogue model's option, as name=value.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print findings as JSON on stdout.")] = False,
+) -> None:
+    """Try a model on made-up pictures: mixing, moving buffers, wrong or missing gradients, each named.
+
+    FUNCTION takes nothing and returns the model. Exit code 0: ready; 1: problems found; 2: there is no such model.
+    Example: dpvision check my_model.py:make --in-channels 1 --image-size 28
+    """
+    with user_errors():
+        from dpvision.cli.run_settings import parse_options
+
+        # What a user's code prints must not get between the lines of JSON.
+        with redirect_stdout(sys.stderr):
+            options = parse_options(option)
+            subject = _find(model, in_channels, image_size, num_classes, options)
+            findings = _inspect(subject)
+            fatal = any(finding.fatal for finding in findings)
+            changes, open_problems = _mended(subject) if fatal else ([], [])
+        if json:
+            rows = [{"module": f.module, "problem": f.problem, "remedy": f.remedy, "fatal": f.fatal} for f in findings]
+            mends = [str(change) for change in changes] if changes and not open_problems else None
+            tried = {"image_shape": subject.image_shape, "num_classes": subject.num_classes}
+            print_json({"model": model, **tried, "ready": not fatal, "findings": rows, "make_private_ready": mends})
+        else:
+            _say_findings(findings)
+            typer.echo(f"{printable(model)} is {'NOT ' if fatal else ''}ready for private training")
+            _say_changes(changes, open_problems)
+        if fatal:
+            raise typer.Exit(PROBLEMS_FOUND)
+
+
+def _say_findings(findings: Iterable[Finding]) -> None:
+    grouped = _grouped((f.module, ("problem" if f.fatal else "note", f.problem, f.remedy)) for f in findings)
+    for (kind, problem, remedy), modules in grouped.items():
+        typer.echo(printable(f"{kind}: {_named(modules)}: {problem}. {remedy}"))
+
+
+def _say_changes(changes: Iterable[Any], open_problems: list[Finding]) -> None:
+    grouped = _grouped((change.module or "the model", (change.what, change.why)) for change in changes)
+    if grouped:
+        enough = "would make it ready" if not open_problems else "would help, but not be enough"
+        typer.echo(f"dpvision.models.make_private_ready(model) {enough}:")
+    for (what, why), modules in grouped.items():
+        typer.echo(printable(f"  {_named(modules)}: {what} ({why})"))
+    if grouped and open_problems:
+        typer.echo("What would stay:")
+        _say_findings(open_problems)
+
+
+def _grouped(pairs: Iterable[tuple[str, tuple[str, ...]]]) -> dict[tuple[str, ...], list[str]]:
+    """The modules of which the same is said, in the order of first mention: a ResNet has dozens of equal norms."""
+    grouped: dict[tuple[str, ...], list[str]] = {}
+    for module, said in pairs:
+        grouped.setdefault(said, []).append(module)
+    return grouped
+
+
+def _named(modules: list[str]) -> str:
+    """Some of the modules; all of them are in the JSON."""
+    more = len(modules) - _SHOWN
+    return ", ".join(modules[:_SHOWN]) + (f" and {more} more (--json names them)" if more > 0 else "")
+
+
+def _inspect(subject: _Subject) -> list[Finding]:
+    """First whether the model gives scores for such pictures at all, then whether they can be learned privately."""
+    from dpvision.gradients.model_check import Finding, preflight
+    from dpvision.training.trainer import inspect_model, made_up_rows
+
+    inputs, targets = made_up_rows(subject.image_shape, subject.num_classes, "cpu")
+    outputs = _outputs(subject, inputs)
+    if isinstance(outputs, Finding):
+        return [outputs]
+    if outputs.dim() == 2:
+        return inspect_model(subject.model, image_shape=subject.image_shape, num_classes=subject.num_classes)
+    return preflight(subject.model, _map_loss, inputs, targets)
+
+
+def _outputs(subject: _Subject, inputs: Tensor) -> Tensor | Finding:
+    """What the model makes of the pictures in evaluation mode, or why that can't be scores."""
+    import torch
+
+    from dpvision.gradients.synthetic_batch import evaluation_mode, restored
+
+    network, classes = subject.model, subject.num_classes
+    shape = "×".join(map(str, subject.image_shape))
+    try:
+        with torch.no_grad(), restored(network), evaluation_mode(network):
+            outputs = network(inputs)
+    except Exception as error:  # noqa: BLE001 - a user's forward may raise anything.
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        remedy = "Set --in-channels and --image-size to the pictures that it is made for."
+        return _problem(f"can't be run on float32 pictures of {shape}: {reason}", remedy)
+    if not isinstance(outputs, torch.Tensor):
+        problem = f"returns a {type(outputs).__name__}, not a tensor of scores"
+        return _problem(problem, "Return the scores alone, of shape (pictures, classes).")
+    found = tuple(outputs.shape)
+    if outputs.dim() not in (2, 4) or found[0] != inputs.shape[0]:
+        problem = f"returns shape {found} for {inputs.shape[0]} pictures"
+        return _problem(problem, "Return (pictures, classes), or (pictures, classes, height, width) for maps.")
+    if found[1] != classes:
+        problem = f"returns {found[1]} scores a picture, but there are {classes} classes"
+        return _problem(problem, f"Set --num-classes {found[1]}, or change its last layer.")
+    return outputs
+
+
+def _problem(problem: str, remedy: str) -> Finding:
+    from dpvision.gradients.model_check import Finding
+
+    return Finding(module="the model", problem=problem, remedy=remedy, fatal=True)
+
+
+def _map_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """One smooth value a picture for models that return maps; any loss that treats pictures one by one would do."""
+    return (outputs - targets[:, None, None, None]).square().flatten(1).mean(1)
+
+
+def _mended(subject: _Subject) -> tuple[list[Any], list[Finding]]:
+    """What ``make_private_ready`` would change, and the problems that it would leave."""
+    from dpvision.models import make_private_ready
+
+    ready, changes = make_private_ready(subject.model)
+    left = [finding for finding in _inspect(subject._replace(model=ready)) if finding.fatal]
+    return changes, left
+
+
+def _find(
+    name: str,
+    in_channels: int | None,
+    side: int | None,
+    num_classes: int | None,
+    options: dict[str, bool | int | float | str],
+) -> _Subject:
+    """The catalogue's model with its own defaults, or what the user's function returns."""
+    problems = Problems()
+    for flag, value in (("--in-channels", in_channels), ("--image-size", side), ("--num-classes", num_classes)):
+        problems.count(flag, 1 if value is None else value)
+    problems.raise_if_any()
+    if name.endswith((".py", ".py:")):
+        raise ArgumentError(f"name the function that makes the model, as in {name.rstrip(':')}:make.")
+    if ":" in name:
+        if options:
+            raise ArgumentError("--option is for models of the catalogue: set it in your function.")
+        given = in_channels or DEFAULT_CHANNELS, side or DEFAULT_SIDE, num_classes or DEFAULT_CLASSES
+        return _Subject(_from_code(*name.rsplit(":", 1)), *given)
+    from dpvision.models import create, entry
+
+    found = entry(name)
+    channels = found.in_channels if in_channels is None else in_channels
+    classes = found.num_classes if num_classes is None else num_classes
+    # Larger pictures would only take longer: whether units mix does not depend on the size.
+    side = min(found.image_size, DEFAULT_SIDE) if side is None else side
+    sized = {"image_size": side} if "image_size" in found.options else {}
+    model = create(name, in_channels=channels, num_classes=classes, seed=0, **{**sized, **options})
+    return _Subject(model, channels, side, classes)
+
+
+def _from_code(place: str, attribute: str) -> nn.Module:
+    """Import the user's code and call the function, or take the model itself."""
+    from torch import nn
+    from torch.nn.parameter import is_lazy
+
+    label = f"{place}:{attribute}"
+    try:
+        with _importable_neighbours(place):
+            found = getattr(_imported(place), attribute)
+            model = found if isinstance(found, nn.Module) else found()
+    except (Exception, SystemExit) as error:
+        hint = " For a file, write FILE.py:FUNCTION." if isinstance(error, ModuleNotFoundError) else ""
+        raise ArgumentError(f"can't make a model from {label}: {type(error).__name__}: {error}.{hint}") from error
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"{label} must give a torch.nn.Module, got {type(model).__name__}.")
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise ArgumentError(f"{label} has lazy layers without a size: run the model once before you return it.")
+    return model
+
+
+def _imported(place: str) -> ModuleType:
+    """The module at a path or of a name."""
+    import importlib
+    import importlib.util
+
+    if not place.endswith(".py"):
+        return importlib.import_module(place)
+    if not Path(place).is_file():
+        raise FileNotFoundError(f"there is no file {place}")
+    # A name of its own: the user's torch.py must not be taken for torch.
+    spec = importlib.util.spec_from_file_location(f"checked_{Path(place).stem}", place)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{place} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up by name.
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def _importable_neighbours(place: str) -> Iterator[None]:
+    """What lies beside a user's file, or in the current folder, can be imported by it, as when Python runs it."""
+    folder = str(Path(place).resolve().parent) if place.endswith(".py") else str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

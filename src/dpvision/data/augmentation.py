@@ -1,0 +1,205 @@
+"""Random views of pictures: rotated, cropped, mirrored, erased; batched, and each from random words of its own.
+
+Shapes: N pictures, K views of each, B = N·K views with those of one picture together, J random words of a view.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal, final, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from dpvision.errors import Problems
+
+Padding = Literal["reflect", "symmetric", "zeros"]
+WORDS_PER_VIEW: Final = 5
+ERASED_AREA: Final = (0.02, 0.33)
+ERASED_ASPECT: Final = (0.3, 3.3)
+_HALF: Final = np.uint64(32)
+_LOW: Final = np.uint64(2**32 - 1)
+# Which half of a view's words decides what.
+_Y, _X, _MIRROR, _ANGLE, _ERASE, _AREA, _ASPECT, _TOP, _LEFT = range(9)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ViewSettings:
+    """How ``count`` views of a picture are made: numbers from the configuration, none from data.
+
+    ``crop_padding`` pixels are added on every side before a random crop: mirrored without (``reflect``) or with
+    (``symmetric``) the edge pixel repeated, or black (``zeros``). ``flip`` and ``erasing`` are probabilities,
+    ``rotation`` is the largest angle in degrees.
+    """
+
+    count: int = 1
+    crop_padding: int = 0
+    padding: Padding = "reflect"
+    flip: float = 0.0
+    rotation: float = 0.0
+    erasing: float = 0.0
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        problems.count("count", self.count)
+        problems.count("crop_padding", self.crop_padding, least=0)
+        kinds = get_args(Padding)
+        problems.require(self.padding in kinds, f"padding must be one of {kinds}, got {self.padding!r}.")
+        for name in ("flip", "erasing"):
+            value = getattr(self, name)
+            problems.require(0 <= value <= 1, f"{name} must be a probability, 0 to 1, got {value}.")
+        problems.require(0 <= self.rotation <= 180, f"rotation must be 0 to 180 degrees, got {self.rotation}.")
+        problems.require(
+            self.count == 1 or self.random,
+            f"{self.count} views of a picture would be equal: give crop_padding, flip, rotation or erasing too.",
+        )
+        problems.raise_if_any()
+
+    @property
+    def random(self) -> bool:
+        """Whether a view can differ from its picture."""
+        return self.crop_padding > 0 or self.flip > 0 or self.rotation > 0 or self.erasing > 0
+
+    @property
+    def words(self) -> int:
+        """How many random words a view needs."""
+        return WORDS_PER_VIEW if self.random else 0
+
+    def __str__(self) -> str:
+        parts = [f"crops after {self.crop_padding} pixels of {self.padding} padding"] if self.crop_padding else []
+        parts += [f"mirrored with probability {self.flip:g}"] if self.flip else []
+        parts += [f"rotated by up to {self.rotation:g} degrees"] if self.rotation else []
+        parts += [f"a rectangle erased with probability {self.erasing:g}"] if self.erasing else []
+        if not parts:
+            return "every picture as it is"
+        many = f"{self.count} random views of every picture, averaged before its unit is clipped once"
+        one = "one random view of every picture"
+        return f"{many if self.count > 1 else one}: {', '.join(parts)}"
+
+
+AS_IT_IS: Final = ViewSettings()
+
+
+def make_views(
+    pictures_NCHW: Tensor, settings: ViewSettings, words_NKJ: NDArray[np.uint64], *, classes: bool = False
+) -> Tensor:
+    """Views of every picture, of its type and shape: first rotated, then mirrored, then padded and cropped.
+
+    With ``classes`` the values are numbers of classes, which are moved but never mixed: the same words then move a
+    mask as they move its picture. What lies outside is mirrored where the picture is mirrored, and else class 0.
+
+    Guarantee: a view depends on its own picture and its own words alone.
+    """
+    if not settings.random:
+        return pictures_NCHW
+    halves_BJ = _halves(words_NKJ)
+    source_B = torch.arange(len(pictures_NCHW), device=pictures_NCHW.device).repeat_interleave(settings.count)
+    if settings.rotation > 0:
+        angle_B = math.radians(settings.rotation) * (2 * _fraction(halves_BJ[:, _ANGLE]) - 1)
+        outside = "zeros" if settings.padding == "zeros" else "reflection"
+        pictures_NCHW = rotate(pictures_NCHW[source_B], angle_B, outside=outside, nearest=classes)
+        source_B = torch.arange(len(source_B), device=source_B.device)
+    mirror_B = _fraction(halves_BJ[:, _MIRROR]) < settings.flip
+    y_B, x_B = (_below(halves_BJ[:, which], 2 * settings.crop_padding + 1) for which in (_Y, _X))
+    chosen = (torch.from_numpy(index.astype(np.int64)).to(source_B.device) for index in (mirror_B, y_B, x_B))
+    return _windows(pictures_NCHW, settings)[(source_B, *chosen)]
+
+
+def erase_views(inputs_BCHW: Tensor, settings: ViewSettings, words_NKJ: NDArray[np.uint64]) -> Tensor:
+    """Zero a random rectangle of some views, in place: after normalisation zero is the mean colour.
+
+    The rectangle's area is 2 to 33 % of the picture and its height 0.3 to 3.3 times its width (even in logarithms),
+    rounded to pixels; a side that would be longer than the picture's is as long.
+    """
+    if settings.erasing == 0:
+        return inputs_BCHW
+    device, (height, width) = inputs_BCHW.device, inputs_BCHW.shape[2:]
+    edges = _boxes(_halves(words_NKJ), settings.erasing, height, width)
+    top_B1, bottom_B1, left_B1, right_B1 = (torch.from_numpy(edge).to(device)[:, None] for edge in edges)
+    y_H, x_W = torch.arange(height, device=device), torch.arange(width, device=device)
+    inside_BH = (y_H >= top_B1) & (y_H < bottom_B1)
+    inside_BW = (x_W >= left_B1) & (x_W < right_B1)
+    return inputs_BCHW.masked_fill_((inside_BH[:, :, None] & inside_BW[:, None, :])[:, None], 0.0)
+
+
+def rotate(
+    pictures_BCHW: Tensor,
+    angle_B: NDArray[np.float64],
+    *,
+    outside: Literal["zeros", "reflection"],
+    nearest: bool = False,
+) -> Tensor:
+    """Each picture turned clockwise about its centre by its angle in radians; bytes are rounded.
+
+    Bilinearly, or by the ``nearest`` pixel, so that no value appears that was not there.
+    """
+    device, (height, width) = pictures_BCHW.device, pictures_BCHW.shape[2:]
+    y_H1 = (torch.arange(height, device=device) + 0.5 - height / 2)[:, None]
+    x_W = torch.arange(width, device=device) + 0.5 - width / 2
+    turn = np.stack([np.cos(angle_B), np.sin(angle_B)]).astype(np.float32)
+    cos_B11, sin_B11 = torch.from_numpy(turn).to(device)[:, :, None, None]
+    # Written out instead of a matrix product, whose last bits may depend on how many pictures there are.
+    from_x_BHW = (cos_B11 * x_W + sin_B11 * y_H1) * (2 / width)
+    from_y_BHW = (cos_B11 * y_H1 - sin_B11 * x_W) * (2 / height)
+    values = pictures_BCHW if pictures_BCHW.is_floating_point() else pictures_BCHW.to(torch.float32)
+    grid = torch.stack([from_x_BHW, from_y_BHW], dim=-1).to(values.dtype)
+    mode = "nearest" if nearest else "bilinear"
+    turned = F.grid_sample(values, grid, mode=mode, padding_mode=outside, align_corners=False)
+    return turned if values is pictures_BCHW else turned.round_().to(pictures_BCHW.dtype)
+
+
+def pad(pictures_NCHW: Tensor, pixels: int, padding: Padding) -> Tensor:
+    """Pictures with ``pixels`` more on every side, as numpy pads: mirrored again and again where they are small."""
+    if padding == "zeros":
+        return F.pad(pictures_NCHW, (pixels,) * 4)
+    repeats_edge = 1 if padding == "symmetric" else 0
+    for dim in (2, 3):
+        side = pictures_NCHW.shape[dim]
+        period = max(2 * (side - 1 + repeats_edge), 1)
+        ahead = torch.arange(-pixels, side + pixels, device=pictures_NCHW.device).remainder(period)
+        pictures_NCHW = pictures_NCHW.index_select(dim, torch.minimum(ahead, period - repeats_edge - ahead))
+    return pictures_NCHW
+
+
+def _windows(pictures_NCHW: Tensor, settings: ViewSettings) -> Tensor:
+    """Every crop of every padded picture, as it is and mirrored, none of them copied: (N, mirrored, y, x, C, H, W)."""
+    height, width = pictures_NCHW.shape[2:]
+    padded = pad(pictures_NCHW, settings.crop_padding, settings.padding)[:, None]
+    if settings.flip > 0:
+        padded = torch.cat([padded, padded.flip(-1)], dim=1)
+    return padded.unfold(3, height, 1).unfold(4, width, 1).permute(0, 1, 3, 4, 2, 5, 6)
+
+
+def _boxes(
+    halves_BJ: NDArray[np.uint64], probability: float, height: int, width: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Top, bottom, left and right of what is erased of each view; an empty box where nothing is."""
+    (smallest, largest), (flattest, tallest) = ERASED_AREA, ERASED_ASPECT
+    area_B = (smallest + (largest - smallest) * _fraction(halves_BJ[:, _AREA])) * height * width
+    aspect_B = flattest * np.exp(math.log(tallest / flattest) * _fraction(halves_BJ[:, _ASPECT]))
+    erased_B = _fraction(halves_BJ[:, _ERASE]) < probability
+    high_B = np.minimum(np.rint(np.sqrt(area_B * aspect_B)), height).astype(np.int64) * erased_B
+    wide_B = np.minimum(np.rint(np.sqrt(area_B / aspect_B)), width).astype(np.int64) * erased_B
+    top_B, left_B = _below(halves_BJ[:, _TOP], height - high_B + 1), _below(halves_BJ[:, _LEFT], width - wide_B + 1)
+    return top_B, top_B + high_B, left_B, left_B + wide_B
+
+
+def _halves(words_NKJ: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The 32-bit halves of each view's words, one row for each view."""
+    words_BJ = words_NKJ.reshape(-1, WORDS_PER_VIEW)
+    return np.stack([words_BJ >> _HALF, words_BJ & _LOW], axis=-1).reshape(len(words_BJ), -1)
+
+
+def _fraction(half: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Uniform in [0, 1), in steps of 2⁻³²."""
+    return half / 2.0**32
+
+
+def _below(half: NDArray[np.uint64], bound: int | NDArray[np.int64]) -> NDArray[np.int64]:
+    """A whole number from 0 to ``bound`` - 1; no two are unequally likely by more than 2⁻³²."""
+    return ((half * np.asarray(bound).astype(np.uint64)) >> _HALF).astype(np.int64)

@@ -1,0 +1,259 @@
+"""Poisson draws over privacy units: who joins a step is decided for each unit alone, at a public rate.
+
+Shapes: D drawn units, U units of a micro-batch, R rows per unit, K views of a row, J random words of a view.
+A unit gives R·K neighbouring rows to a micro-batch: all views of its first row, then those of its second …
+
+A part of the units set aside for testing, where no public test set exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dpvision.data.augmentation import AS_IT_IS, ViewSettings, erase_views, make_views
+from dpvision.data.normalisation import Normalisation
+from dpvision.data.store import ImageStore
+from dpvision.errors import DataError, Problems
+from dpvision.privacy.mechanism import Mechanism, OrdinaryPlan
+from dpvision.privacy.randomness import Keys
+from dpvision.privacy.values import Microbatch, Sampling
+
+WORD_RANGE = 2**64
+NO_ROW = -1
+LARGE_MISMATCH = 0.1
+
+
+@final
+class PoissonDraws:
+    """The draws of one run.
+
+    Guarantee: in each step each unit of the store joins with probability ``mechanism.sample_rate`` (rounded down to a
+    multiple of 2⁻⁶⁴), independently of all other units and steps, up to the security of the keys. The rate comes from
+    the mechanism alone; the store decides nothing. A unit gives at most ``rows_per_unit`` rows, and
+    ``views.count`` views of each, chosen by its own parts of the streams, so that neither its presence nor its size
+    changes what the other units give. Their weights sum to one: together they are one unit, to be clipped once.
+    """
+
+    def __init__(
+        self,
+        *,
+        mechanism: Mechanism | OrdinaryPlan,
+        store: ImageStore,
+        normalisation: Normalisation,
+        keys: Keys,
+        rows_per_unit: int = 1,
+        device: torch.device | str = "cpu",
+        memory_format: torch.memory_format = torch.contiguous_format,
+        views: ViewSettings = AS_IT_IS,
+    ) -> None:
+        problems = Problems()
+        problems.count("rows_per_unit", rows_per_unit)
+        problems.raise_if_any()
+        self._sampling = Sampling("poisson", mechanism.sample_rate)
+        self._num_units = store.num_units
+        self._unit_rows = store.rows_of_units
+        self._keys = keys
+        self._rows_per_unit = rows_per_unit
+        self._views = views
+        self._pictures = _Pictures(
+            images=store.images.to(device),
+            labels=store.labels.to(device),
+            normalisation=normalisation.for_channels(store.image_shape[0]),
+            memory_format=memory_format,
+            views=views,
+        )
+
+    @property
+    def sampling(self) -> Sampling:
+        """How every batch is drawn."""
+        return self._sampling
+
+    def units(self, step: int) -> NDArray[np.int64]:
+        """The units that join ``step``, in ascending order. Sensitive."""
+        words = self._keys.bits(self._num_units, "sampling", step)
+        return np.flatnonzero(joins(words, self._sampling.sample_rate))
+
+    def rows(self, step: int) -> NDArray[np.int64]:
+        """The rows that join ``step``, R a unit; -1 where a unit has fewer. Sensitive."""
+        return self._rows(self.units(step), step)
+
+    def batch(self, step: int) -> PoissonBatch:
+        """The draw of ``step``: the same whenever it is asked for."""
+        units = self.units(step)
+        rows_DR = self._rows(units, step)
+        return PoissonBatch(self._sampling, self._pictures, rows_DR, self._words(units, step))
+
+    def _rows(self, units: NDArray[np.int64], step: int) -> NDArray[np.int64]:
+        offsets, order = self._unit_rows
+        first_D, count_D = offsets[units], offsets[units + 1] - offsets[units]
+        places_DR = np.broadcast_to(np.arange(self._rows_per_unit), (len(units), self._rows_per_unit)).copy()
+        crowded = count_D > self._rows_per_unit
+        if crowded.any():
+            # Unit u owns words u·R … u·R + R - 1 of this step, whoever else is there.
+            words = self._keys.bits(self._num_units * self._rows_per_unit, "rows", step)
+            own_words = words.reshape(-1, self._rows_per_unit)[units[crowded]]
+            places_DR[crowded] = choose_without_replacement(own_words, count_D[crowded])
+        there_DR = places_DR < count_D[:, None]
+        rows_DR = np.full(places_DR.shape, NO_ROW, dtype=np.int64)
+        rows_DR[there_DR] = order[(first_D[:, None] + places_DR)[there_DR]]
+        return rows_DR
+
+    def _words(self, units: NDArray[np.int64], step: int) -> NDArray[np.uint64]:
+        """The words that decide the views of each drawn unit: its own, whoever else is there."""
+        shape = (len(units), self._rows_per_unit, self._views.count, self._views.words)
+        if not self._views.random:
+            return np.zeros(shape, dtype=np.uint64)
+        return self._keys.bits_of(units, math.prod(shape[1:]), "augmentation", step).reshape(shape)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class PoissonBatch:
+    """One draw, whole: it can be cut into micro-batches of any size, any number of times. Sensitive."""
+
+    sampling: Sampling
+    _pictures: _Pictures
+    _rows_DR: NDArray[np.int64]
+    _words_DRKJ: NDArray[np.uint64]
+
+    def __repr__(self) -> str:
+        return f"PoissonBatch({self.sampling}, sensitive)"
+
+    def microbatches(self, units: int) -> Iterator[Microbatch]:
+        """The draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""
+        problems = Problems()
+        problems.count("units", units)
+        problems.raise_if_any()
+        for start in range(0, len(self._rows_DR), units):
+            piece = slice(start, start + units)
+            missing = max(0, start + units - len(self._rows_DR))
+            rows_UR = np.pad(self._rows_DR[piece], ((0, missing), (0, 0)), constant_values=NO_ROW)
+            words_URKJ = np.pad(self._words_DRKJ[piece], ((0, missing), (0, 0), (0, 0), (0, 0)))
+            yield self._pictures.gather(rows_UR, words_URKJ)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pictures:
+    """The store on its device, and how its bytes become inputs."""
+
+    images: Tensor
+    labels: Tensor
+    normalisation: Normalisation
+    memory_format: torch.memory_format
+    views: ViewSettings
+
+    def gather(self, rows_UR: NDArray[np.int64], words_URKJ: NDArray[np.uint64]) -> Microbatch:
+        rows, words_NKJ = rows_UR.reshape(-1), words_URKJ.reshape(rows_UR.size, *words_URKJ.shape[2:])
+        index = torch.from_numpy(np.maximum(rows, 0)).to(self.images.device)
+        # Bytes are turned, mirrored and cropped before they become four times as large.
+        images = make_views(self.images.index_select(0, index), self.views, words_NKJ)
+        inputs = self.normalisation.apply(images, memory_format=self.memory_format)
+        inputs = erase_views(inputs, self.views, words_NKJ)
+        targets = self._targets(self.labels.index_select(0, index), words_NKJ)
+        inputs, targets = blank_absent(inputs, targets, np.repeat(rows, self.views.count))
+        weights = torch.from_numpy(row_weights(rows_UR, self.views.count)).to(index.device)
+        return Microbatch(inputs, targets, weights)
+
+    def _targets(self, labels: Tensor, words_NKJ: NDArray[np.uint64]) -> Tensor:
+        """A class for each view, or for each of its pixels: a mask moves with its picture."""
+        if labels.ndim == 1:
+            return labels.repeat_interleave(self.views.count, dim=0)
+        return make_views(labels[:, None], self.views, words_NKJ, classes=True)[:, 0].to(torch.int64)
+
+
+def blank_absent(inputs: Tensor, targets: Tensor, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+    """Both with zeros in the place of every padding row, written in place.
+
+    So that a padding row can't carry anybody's picture, features or label anywhere, nor be infinite.
+    """
+    absent = np.flatnonzero(rows == NO_ROW)
+    if len(absent):
+        where = torch.from_numpy(absent).to(inputs.device)
+        inputs, targets = inputs.index_fill_(0, where, 0.0), targets.index_fill_(0, where, 0)
+    return inputs, targets
+
+
+def joins(words: NDArray[np.uint64], sample_rate: float) -> NDArray[np.bool_]:
+    """Which of the uniform 64-bit words fall below ``sample_rate``: exactly floor(sample_rate · 2⁶⁴) of all words."""
+    numerator, denominator = sample_rate.as_integer_ratio()
+    threshold = numerator * WORD_RANGE // denominator
+    if threshold >= WORD_RANGE:
+        return np.ones(len(words), dtype=np.bool_)
+    return words < np.uint64(threshold)
+
+
+def choose_without_replacement(words: NDArray[np.uint64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each row of ``words`` (n, m): m different numbers below its count, every set of m equally likely.
+
+    Floyd's method, all rows at once. Each count must be at least m; the bias of a remainder of 64 bits is below
+    count · 2⁻⁶⁴ and touches no guarantee, which holds for any choice of rows.
+    """
+    picks = words.shape[1]
+    chosen = np.full(words.shape, -1, dtype=np.int64)
+    for pick in range(picks):
+        last = counts - picks + pick
+        candidate = (words[:, pick] % (last + 1).astype(np.uint64)).astype(np.int64)
+        taken = (chosen == candidate[:, None]).any(axis=1)
+        chosen[:, pick] = np.where(taken, last, candidate)
+    return chosen
+
+
+def mismatch_note(store: ImageStore, mechanism: Mechanism, *, counted: bool = False) -> str | None:
+    """What to tell whoever takes a number of units far from what the store holds; None if it is near.
+
+    ``counted``: nobody declared the number, it was counted with noise. A note, never an error: what a run does must not
+    depend on how many units there are.
+    """
+    found, taken = store.num_units, mechanism.num_units
+    if abs(found - taken) <= LARGE_MISMATCH * taken:
+        return None
+    origin = "was counted with noise" if counted else "is declared"
+    remedy = (
+        "declare a number that may be public, and nothing is counted" if counted else "declare a rounder, nearer number"
+    )
+    return (
+        f"num_units {origin} as {taken}, but the data holds {found} units: each still joins a step with "
+        f"probability {mechanism.sample_rate:g}, so about {found * mechanism.sample_rate:g} units join, while the sum "
+        f"is divided by {mechanism.expected_batch_size:g}. The guarantee holds; {remedy}."
+    )
+
+
+def row_weights(rows_UR: NDArray[np.int64], views: int) -> NDArray[np.float32]:
+    """Equal shares for the views of rows that are there: they sum to one in each unit that has rows."""
+    there_UR = np.repeat(rows_UR != NO_ROW, views, axis=1)
+    count_U = np.maximum(there_UR.sum(axis=1, keepdims=True), 1)
+    return (there_UR / count_U).astype(np.float32)
+
+
+def hold_out(store: ImageStore, *, fraction: float, keys: Keys) -> tuple[ImageStore, ImageStore]:
+    """(train, test): each unit goes to test with probability ``fraction``, with all its rows.
+
+    Where owners are known, each owner goes with all rows, also where rows are the units: what is measured on a
+    patient's slice says little if its neighbours were trained on.
+
+    Guarantee: each unit is decided alone, by its name, so that one unit more or less moves no other unit across, and
+    neighbouring datasets leave neighbouring training parts. Rows of an .npz are named by their number: there this
+    holds for a row that is added at the end. The test part is not covered by training's guarantee: what is measured
+    on it must be declared.
+    """
+    problems = Problems()
+    problems.probability("fraction", fraction)
+    problems.raise_if_any()
+    words = [int.from_bytes(keys.derive("holdout", name)[:8], "little") for name in store.names_of_units]
+    test = joins(np.array(words, dtype=np.uint64), fraction)
+    parts = [store.select_units(np.flatnonzero(chosen)) for chosen in (~test, test)]
+    if not all(part.num_rows for part in parts):
+        raise DataError(
+            f"{store.num_units} units are too few to hold out a fraction of {fraction}: one part is empty. "
+            "Name a public test set instead."
+        )
+    return replace(parts[0], name=f"{store.name} train"), replace(parts[1], name=f"{store.name} held out")

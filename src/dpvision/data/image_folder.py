@@ -1,0 +1,175 @@
+"""A folder of class folders, or a folder with train/ and test/ (or val/) folders of class folders."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+
+from dpvision.data.images import SUFFIXES, Looks, decode_all, for_each, is_picture, look
+from dpvision.data.options import LoadOptions, Progress
+from dpvision.data.store import ImageStore
+from dpvision.data.units import TEST_FOLDERS, TRAIN_FOLDER, unit_names, unit_numbers
+from dpvision.errors import DataError, bad_files_text, printable, shown, some_of
+
+# Sides tried, largest first, when pictures have no common size and none is asked for.
+USUAL_SIDES = (128, 96, 64, 32)
+MAX_COMMON_SIDE = 256
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """The pictures below a folder of class folders, sorted by name. ``files`` are paths below ``root``."""
+
+    root: Path
+    class_names: tuple[str, ...]
+    files: tuple[str, ...]
+    ignored: int
+
+    @property
+    def paths(self) -> list[Path]:
+        """Where the files lie."""
+        return [self.root / file for file in self.files]
+
+    @property
+    def labels(self) -> torch.Tensor:
+        """The class of each file: its first folder."""
+        number = {name: index for index, name in enumerate(self.class_names)}
+        return torch.tensor([number[file.split("/")[0]] for file in self.files], dtype=torch.int64)
+
+
+def split_folders(root: Path) -> tuple[Path, Path | None]:
+    """Where the training pictures and the public test pictures lie.
+
+    Only a folder with nothing but split folders in it is one of splits: "train" may be a class of vehicles.
+    """
+    folders = _folders(root)
+    if TRAIN_FOLDER not in folders or not set(folders) <= {TRAIN_FOLDER, *TEST_FOLDERS}:
+        return root, None
+    test = next((name for name in TEST_FOLDERS if name in folders), None)
+    return root / TRAIN_FOLDER, None if test is None else root / test
+
+
+def list_classes(root: Path, *, class_names: Sequence[str] | None = None, least: int = 2) -> Listing:
+    """The pictures of a folder of class folders. Classes are folder names, with or without pictures in them."""
+    found = _folders(root)
+    if not found:
+        raise DataError(f"{shown(root)} has no class folders: put the pictures of each class into a folder of its own.")
+    if class_names is None and len(found) < least:
+        raise DataError(f"{shown(root)} has only one class folder, {shown(found[0])}: at least {least} are needed.")
+    unknown = [name for name in found if class_names is not None and name not in class_names]
+    if unknown:
+        raise DataError(f"{shown(root)} has folders that are no class of this model: {some_of(unknown)}.")
+    everything = [file for name in found for file in files_below(root / name, prefix=name)]
+    files = sorted(file for file in everything if is_picture(Path(file)))
+    if not files:
+        raise DataError(f"{shown(root)} has no pictures in its class folders ({', '.join(sorted(SUFFIXES))}).")
+    names = tuple(found if class_names is None else class_names)
+    return Listing(root=root, class_names=names, files=tuple(files), ignored=len(everything) - len(files))
+
+
+def load_listing(
+    listing: Listing,
+    *,
+    image_shape: tuple[int, int, int],
+    options: LoadOptions,
+    name: str,
+    also_known: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> ImageStore:
+    """The pictures of a listing as one store; units by the options."""
+    units = unit_names(listing.files, options=options, also_known=also_known)
+    names = [printable(file) for file in listing.files]
+    images, good, bad = decode_all(
+        listing.paths,
+        names,
+        image_shape=image_shape,
+        squash=options.squash,
+        skip_bad=options.skip_bad,
+        progress=progress,
+    )
+    if not good:
+        raise DataError(f"{shown(listing.root)}: all {len(names)} pictures were skipped: {bad_files_text(bad)}.")
+    owners = None if units is None else tuple(units[row] for row in good)
+    return ImageStore(
+        images=images,
+        labels=listing.labels[good],
+        class_names=tuple(printable(each) for each in listing.class_names),
+        unit_of_row=unit_numbers(owners, len(good), options),
+        owners=owners,
+        name=name,
+        row_names=tuple(names[row] for row in good),
+        skipped=bad,
+    )
+
+
+def shape_for(listing: Listing, options: LoadOptions, *, progress: Progress | None = None) -> tuple[int, int, int]:
+    """The shape that the pictures get: as asked for, or by what most of the headers say.
+
+    Most, not all: one odd picture among many must not change what everybody can see of the run.
+    """
+    if options.size is not None and options.channels is not None:
+        return options.channels, *options.size
+    looks = _looks(listing, skip_bad=options.skip_bad, progress=progress)
+    grey = 2 * sum(each.grey for each in looks) > len(looks)
+    size = options.size or usual_size([(each.height, each.width) for each in looks])
+    return options.channels or (1 if grey else 3), *size
+
+
+def _looks(listing: Listing, *, skip_bad: bool, progress: Progress | None) -> list[Looks]:
+    paths = listing.paths
+    found = for_each(lambda row: look(paths[row]), len(paths), what="looking at pictures", progress=progress)
+    good = [each for each in found if isinstance(each, Looks)]
+    bad = [(file, each) for file, each in zip(listing.files, found, strict=True) if isinstance(each, str)]
+    if bad and (not skip_bad or not good):
+        raise DataError(
+            f"{len(bad)} of {len(paths)} pictures can't be read: {bad_files_text(bad)}. "
+            "Repair or remove them, or leave them out with skip_bad."
+        )
+    return good
+
+
+def usual_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The size that more than half of the pictures have; else the largest usual square that half of them fill."""
+    size, count = Counter(sizes).most_common(1)[0]
+    if 2 * count > len(sizes) and max(size) <= MAX_COMMON_SIDE:
+        return size
+    typical = float(np.median([min(each) for each in sizes]))
+    side = next((side for side in USUAL_SIDES if side <= typical), USUAL_SIDES[-1])
+    return side, side
+
+
+def _folders(root: Path) -> list[str]:
+    if not root.is_dir():
+        raise DataError(f"{shown(root)} is not a folder.")
+    try:
+        return sorted(each.name for each in root.iterdir() if each.is_dir() and not each.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"{shown(root)} can't be listed: {shown(error)}.") from error
+
+
+def files_below(folder: Path, *, prefix: str = "") -> list[str]:
+    """All files below ``folder`` but hidden ones, linked folders included, each real folder once."""
+    files: list[str] = []
+    seen: set[str] = set()
+    for here, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
+        real = os.path.realpath(here)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        below = Path(here).relative_to(folder)
+        files += [(Path(prefix) / below / name).as_posix() for name in names if not name.startswith(".")]
+    return files
+
+
+def _refuse(error: OSError) -> None:
+    raise DataError(f"a folder can't be listed: {shown(error)}.") from error

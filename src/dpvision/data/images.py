@@ -1,0 +1,390 @@
+"""Numbers of any kind into bytes: intensities by a public window, masks by their rules.
+
+Pictures that are arrays already: other sizes and numbers of channels.
+
+Picture files into bytes of one shape. A file is hostile until decoded: limits first, and every failure is named.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from dpvision.data.options import LoadOptions, MaskClasses, Progress
+from dpvision.data.safe_read import open_regular, reading, require_memory
+from dpvision.data.store import ImageStore
+from dpvision.errors import ArgumentError, BadFile, DataError, bad_files_text, printable, shown
+
+MAX_CLASSES = 200
+BACKGROUND = "background"
+
+
+def windowed(
+    values: NDArray[Any], window: tuple[float, float], *, slope: float = 1.0, intercept: float = 0.0
+) -> NDArray[np.uint8]:
+    """Bytes: 0 at the window's lower end and below, 255 at its upper end and above. All zeros if it has no width.
+
+    An intensity is ``slope`` times the value plus ``intercept``.
+    """
+    if values.dtype.kind not in "iuf":
+        raise BadFile(f"intensities must be real numbers, got {values.dtype}")
+    low, high = window
+    width = high - low if high > low else math.inf
+    found = np.empty(values.shape, dtype=np.uint8)
+    # Slice by slice: in float64 a volume would be eight times as large.
+    for piece, out in zip(values, found, strict=True):
+        if piece.dtype.kind == "f" and not np.isfinite(piece).all():
+            raise BadFile("NaN or infinite intensities")
+        share = (np.clip(piece.astype(np.float64) * slope + intercept, low, high) - low) / width
+        out[...] = np.rint(share * 255)
+    return found
+
+
+def mask_bytes(values: NDArray[Any], mask_classes: MaskClasses) -> NDArray[np.uint8]:
+    """The class of each pixel from the numbers of a mask: whole, not negative, and in "classes" mode few."""
+    if values.dtype.kind not in "biuf":
+        raise BadFile(f"a mask must hold whole numbers, got {values.dtype}")
+    if values.dtype.kind == "f" and not (np.isfinite(values).all() and (values == np.floor(values)).all()):
+        raise BadFile("a mask must hold whole numbers, got fractions, NaN or infinity")
+    if values.size and values.min() < 0:
+        raise BadFile(f"a mask must hold numbers >= 0, got {values.min()}")
+    if mask_classes == "merged":
+        return (values != 0).astype(np.uint8)
+    top = int(values.max(initial=0))
+    if top >= MAX_CLASSES:
+        raise BadFile(
+            f"a mask with the value {top} has no class of that number (0 to {MAX_CLASSES - 1}); merge the classes"
+        )
+    return values.astype(np.uint8)
+
+
+def mask_class_names(masks: Sequence[NDArray[Any]], mask_classes: MaskClasses) -> tuple[str, ...]:
+    """What the classes of masks are called that bring no names: by number, as many as the largest value needs."""
+    if mask_classes == "merged":
+        return BACKGROUND, "foreground"
+    top = max((int(each.max(initial=0)) for each in masks), default=0)
+    return BACKGROUND, *(str(number) for number in range(1, max(top, 1) + 1))
+
+
+CHUNK_ROWS = 1024
+# The integer form of the ITU-R 601 weights, as Pillow uses it: an array and a picture file give the same grey.
+GREY_WEIGHTS = (19595, 38470, 7471)
+
+
+def fit(store: ImageStore, options: LoadOptions) -> ImageStore:
+    """The store with the size and the channels that the options ask for; masks are resized with their pictures."""
+    size = options.size or store.image_shape[1:]
+    images = resized(with_channels(store.images, options.channels), size, squash=options.squash)
+    if images is store.images:
+        return store
+    labels = resized_masks(store.labels, size, squash=options.squash) if store.per_pixel else store.labels
+    return replace(store, images=images, labels=labels)
+
+
+def cover_box(height: int, width: int, size: tuple[int, int]) -> tuple[float, float, float, float]:
+    """The largest central part (left, top, right, bottom) of a picture that has the proportions of ``size``."""
+    scale = min(height / size[0], width / size[1])
+    box_height, box_width = size[0] * scale, size[1] * scale
+    top, left = (height - box_height) / 2, (width - box_width) / 2
+    return left, top, left + box_width, top + box_height
+
+
+def with_channels(images: Tensor, channels: int | None) -> Tensor:
+    """Grey pictures in colour, or the other way round."""
+    found = images.shape[1]
+    if channels is None or channels == found:
+        return images
+    if found == 1:
+        return images.repeat(1, channels, 1, 1)
+    if found == 3:
+        return torch.cat([_grey(part) for part in images.split(CHUNK_ROWS)]) if len(images) else images[:, :1]
+    raise DataError(f"pictures with {found} channels can't be shown with {channels}.")
+
+
+def _grey(images: Tensor) -> Tensor:
+    weights = torch.tensor(GREY_WEIGHTS, dtype=torch.int32).view(1, 3, 1, 1)
+    total = (images.to(torch.int32) * weights).sum(1, keepdim=True, dtype=torch.int32)
+    return ((total + 0x8000) >> 16).to(torch.uint8)
+
+
+def resized(images_NCHW: Tensor, size: tuple[int, int], *, squash: bool) -> Tensor:
+    """Pictures scaled to cover ``size`` and cropped in the middle, or squashed to it."""
+    if tuple(images_NCHW.shape[2:]) == size:
+        return images_NCHW
+    if not len(images_NCHW):
+        return images_NCHW.new_zeros((0, images_NCHW.shape[1], *size))
+    return torch.cat([_resized_chunk(part, size, squash=squash) for part in images_NCHW.split(CHUNK_ROWS)])
+
+
+def resized_masks(masks_NHW: Tensor, size: tuple[int, int], *, squash: bool) -> Tensor:
+    """The same for numbers of classes: each pixel takes the class of the nearest one."""
+    height, width = masks_NHW.shape[1:]
+    cover, (top, left) = _cover(height, width, size, squash=squash)
+    # Where the middle of each new pixel lies among the old ones.
+    y, x = (
+        ((torch.arange(new) + 0.5) * (old / new)).long().clamp(max=old - 1)
+        for old, new in zip((height, width), cover, strict=True)
+    )
+    return masks_NHW[:, y[top : top + size[0], None], x[left : left + size[1]]]
+
+
+def _resized_chunk(images: Tensor, size: tuple[int, int], *, squash: bool) -> Tensor:
+    cover, (top, left) = _cover(images.shape[2], images.shape[3], size, squash=squash)
+    scaled = interpolate(images.float(), size=cover, mode="bilinear", antialias=True, align_corners=False)
+    cropped = scaled[:, :, top : top + size[0], left : left + size[1]]
+    return cropped.round().clamp(0, 255).to(torch.uint8)
+
+
+def _cover(height: int, width: int, size: tuple[int, int], *, squash: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The size to scale to, which covers ``size``, and the corner of the crop in its middle."""
+    scale = max(size[0] / height, size[1] / width)
+    cover = size if squash else (max(size[0], round(height * scale)), max(size[1], round(width * scale)))
+    return cover, ((cover[0] - size[0]) // 2, (cover[1] - size[1]) // 2)
+
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"})
+# A JPEG that holds several views ("MPO", as many phones write) comes with JPEG.
+FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP")
+# A picture of this many pixels is a decompression bomb or a mistake; it is Pillow's own warning limit.
+MAX_PIXELS = 89_478_485
+# Decoding takes up to 16 bytes a pixel: pictures of more than this wait for each other, lest the memory be full.
+LARGE_PIXELS = 1 << 23
+GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"})
+SIXTEEN_BIT = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
+_ORIENTATION_TAG = 0x0112
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+MAX_WORKERS = 8
+_ONE_LARGE = threading.Lock()
+Result = TypeVar("Result")
+
+
+@final
+@dataclass(frozen=True)
+class Looks:
+    """What a picture's header says."""
+
+    height: int
+    width: int
+    grey: bool
+
+
+def is_picture(path: Path) -> bool:
+    """Whether the name is that of a picture; hidden files are none."""
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+
+
+def look(path: Path) -> Looks:
+    """Size and kind of a picture, from its header."""
+    with opened(path) as picture:
+        width, height = picture.size
+        if _orientation(picture) >= 5:
+            width, height = height, width
+        return Looks(height, width, picture.mode in GREY_MODES)
+
+
+def decode(path: Path, *, image_shape: tuple[int, int, int], squash: bool = False) -> NDArray[np.uint8]:
+    """One picture as bytes (C, H, W): turned upright, made grey or colour, scaled to cover the shape and cropped.
+
+    Transparent parts are laid over black; 16-bit values are scaled from their full range.
+    """
+    channels, *size = image_shape
+    with opened(path) as picture:
+        picture.load()
+        flat = upright(_flattened(picture).convert("L" if channels == 1 else "RGB"), picture)
+    flat = scaled(flat, (size[0], size[1]), squash=squash, method=Image.Resampling.BILINEAR)
+    return np.asarray(flat).reshape(*size, channels).transpose(2, 0, 1)
+
+
+def upright(flat: Image.Image, picture: Image.Image) -> Image.Image:
+    """``flat`` turned as the EXIF orientation of ``picture``, which it was made of, asks for."""
+    turn = _TURNS.get(_orientation(picture))
+    return flat if turn is None else flat.transpose(turn)
+
+
+def scaled(flat: Image.Image, size: tuple[int, int], *, squash: bool, method: Image.Resampling) -> Image.Image:
+    """Scaled to cover (height, width) and cropped in the middle, or squashed to it."""
+    if (flat.height, flat.width) == size:
+        return flat
+    box = (0, 0, flat.width, flat.height) if squash else cover_box(flat.height, flat.width, size)
+    return flat.resize((size[1], size[0]), method, box=box)
+
+
+def for_each(
+    work: Callable[[int], Result],
+    count: int,
+    *,
+    what: str,
+    progress: Progress | None = None,
+    workers: int = MAX_WORKERS,
+) -> list[Result | str]:
+    """``work`` on every number below ``count`` in a few threads, in order: its result, or why the file is bad."""
+    workers = min(workers, os.cpu_count() or 1)
+    results: list[Result | str] = []
+    with _pillow_manners(), ThreadPoolExecutor(workers, thread_name_prefix="dpvision-pictures") as pool:
+        try:
+            for result in pool.map(lambda row: _tried(work, row), range(count)):
+                results.append(result)
+                if progress is not None:
+                    progress(what, len(results), count)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    return results
+
+
+def decode_all(
+    paths: Sequence[Path],
+    names: Sequence[str],
+    *,
+    image_shape: tuple[int, int, int],
+    squash: bool = False,
+    skip_bad: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Tensor, list[int], tuple[tuple[str, str], ...]]:
+    """Pictures as one uint8 tensor, which of the paths they are, and what was skipped and why."""
+    pixels = _reserved(len(paths), image_shape)
+
+    def fill(row: int) -> None:
+        pixels[row] = decode(paths[row], image_shape=image_shape, squash=squash)
+
+    reasons = for_each(fill, len(paths), what="reading pictures", progress=progress)
+    bad = tuple((name, reason) for name, reason in zip(names, reasons, strict=True) if reason is not None)
+    if bad and not skip_bad:
+        raise DataError(
+            f"{len(bad)} of {len(paths)} pictures can't be read: {bad_files_text(bad)}. "
+            "Repair or remove them, or leave them out with skip_bad."
+        )
+    good = [row for row, reason in enumerate(reasons) if reason is None]
+    return torch.from_numpy(pixels[good] if bad else pixels), good, bad
+
+
+def load_pictures(
+    paths: Sequence[Path | str],
+    *,
+    image_shape: tuple[int, int, int],
+    squash: bool = False,
+    skip_bad: bool = False,
+    progress: Progress | None = None,
+) -> tuple[Tensor, tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """Pictures, and all pictures below folders, as uint8 (N, C, H, W); their names; and (name, reason) of the skipped.
+
+    A file that is named is tried whatever its suffix; below a folder only files with a picture's suffix count.
+    """
+    found = []
+    for path in paths:
+        with reading(path):
+            found += _expanded(Path(path))
+    if not found:
+        raise DataError(f"no pictures given: name files or folders with {', '.join(sorted(SUFFIXES))} files.")
+    names = [printable(path) for path in found]
+    pixels, good, bad = decode_all(
+        found, names, image_shape=image_shape, squash=squash, skip_bad=skip_bad, progress=progress
+    )
+    return pixels, tuple(names[row] for row in good), bad
+
+
+def _expanded(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if is_picture(file) and file.is_file())
+    if not path.exists():
+        raise DataError(f"{shown(path)} does not exist.")
+    return [path]
+
+
+def _reserved(rows: int, image_shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    if len(image_shape) != 3 or image_shape[0] not in (1, 3) or min(image_shape) < 1:
+        raise ArgumentError(f"image_shape must be (1 or 3, height, width), got {image_shape}.")
+    what = f"{rows} pictures of {image_shape}"
+    require_memory(rows * math.prod(image_shape), what)
+    with reading(what):
+        return np.zeros((rows, *image_shape), dtype=np.uint8)
+
+
+def _tried(work: Callable[[int], Result], row: int) -> Result | str:
+    try:
+        return work(row)
+    except (BadFile, DataError) as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 - decoders raise anything on hostile bytes; the reason is reported
+        return shown(f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def _pillow_manners() -> Iterator[None]:
+    """Bombs are errors and other remarks about files are silent, for all threads; set once, around the pool."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"PIL(\.|$)")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        yield
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Image.Image]:
+    """A picture whose header is within limits; its pixels are not decoded yet."""
+    # By its content, not by its name: Pillow maps a named raw TIFF into memory and garbles it when it is turned.
+    with open_regular(path) as file, _identified(file) as picture:
+        if picture.width * picture.height > MAX_PIXELS:
+            raise BadFile(f"more than {MAX_PIXELS} pixels")
+        frames = getattr(picture, "n_frames", 1)
+        if frames > 1 and picture.format != "MPO":
+            raise BadFile(f"{frames} frames or pages; store each as a picture of its own")
+        with _ONE_LARGE if picture.width * picture.height > LARGE_PIXELS else nullcontext():
+            yield picture
+
+
+def _identified(file: BinaryIO) -> Image.Image:
+    try:
+        return Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise BadFile("not a picture of a known format" if file.seek(0, 2) else "empty file") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise BadFile(f"more than {MAX_PIXELS} pixels") from error
+
+
+def _orientation(picture: Image.Image) -> int:
+    # Pillow turns a TIFF by itself. A PNG tells its EXIF only after decoding unless it comes first.
+    if picture.format == "TIFF" or (picture.format == "PNG" and "exif" not in picture.info):
+        return 1
+    value: Any = picture.getexif().get(_ORIENTATION_TAG, 1)
+    return value if isinstance(value, int) else 1
+
+
+def _flattened(picture: Image.Image) -> Image.Image:
+    """8 bits, no transparency."""
+    if picture.mode == "F":
+        raise BadFile("floating-point pixels, whose range nobody knows; store 8 or 16 bits")
+    if picture.mode in SIXTEEN_BIT:
+        return _eight_bits(picture)
+    if picture.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in picture.info:
+        layer = picture.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", layer.size, (0, 0, 0, 255)), layer)
+    return picture if picture.mode in ("L", "RGB") else picture.convert("L" if picture.mode == "1" else "RGB")
+
+
+def _eight_bits(picture: Image.Image) -> Image.Image:
+    values = np.asarray(picture).astype(np.int32)
+    if values.min() < 0 or values.max() > 65535:
+        raise BadFile("pixels outside 16 bits")
+    return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))

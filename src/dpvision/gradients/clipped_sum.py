@@ -1,0 +1,250 @@
+"""Sums over micro-batches, in float64, each in the order in which its parts come.
+
+The clipped sum of per-unit gradients: one forward, one backward, exact.
+
+Shapes: U units, R rows per unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Final, final
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.errors import PrivacyError, Problems
+from dpvision.gradients.fast import SkinnyLinear, held_through_step
+from dpvision.gradients.layer_gradient import Finish, Share
+from dpvision.gradients.ownership import duties_of, trainable
+from dpvision.gradients.per_unit import LossFunction, UnitGradients, unit_gradients
+from dpvision.gradients.performance import Performance
+from dpvision.gradients.plan import Plan, plan_for
+from dpvision.gradients.refusals import movement
+from dpvision.gradients.synthetic_batch import same_attributes, stored
+from dpvision.kernels.memory import GivingBack, give_back_freed_memory
+from dpvision.privacy.clipping import Clip
+from dpvision.privacy.mechanism import Clipping
+from dpvision.privacy.values import Batch, ClippedSum, Microbatch, Sampling
+
+
+@final
+class Totals:
+    """One running sum a parameter.
+
+    Float64, because rounding in a long float32 sum could let one unit move it by more than the clip norm.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._finish: dict[nn.Parameter, Finish] = {}
+        self._giving_back = GivingBack()
+
+    @torch.no_grad()
+    def add(
+        self, shares: dict[nn.Parameter, Share], factors: Mapping[nn.Parameter, Tensor], dead_U: Tensor | None
+    ) -> None:
+        """Add one micro-batch: every unit's gradient times its factors, those marked in ``dead_U`` left out.
+
+        It takes the shares out of ``shares``: what one holds is gone before the next one is added, and all of it before
+        the next micro-batch is run.
+        """
+        for parameter in list(shares):
+            share, is_new = shares.pop(parameter), parameter not in self._finish
+            if is_new:
+                # The first micro-batch's will do: it depends on weights alone, which are the same for all of them.
+                self._finish[parameter] = share.finish
+            self._sums[parameter] = share.add_weighted_sum(self._sums.get(parameter), factors[parameter], dead_U)
+            del share
+            if is_new:
+                self._giving_back.replaced(self._sums[parameter].nbytes)
+
+    @torch.no_grad()
+    def gradients(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+        """By name, in the parameters' own shapes; zeros where nothing was added. Nothing is left here afterwards."""
+        return {name: self._gradient(parameter) for name, parameter in parameters.items()}
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        if parameter not in self._sums:
+            return torch.zeros_like(parameter.detach(), dtype=torch.float64)
+        return self._finish.pop(parameter)(self._sums.pop(parameter)).contiguous()
+
+
+_MOST_PICTURES: Final = 512
+_MOST_FEATURE_ROWS: Final = 4096
+_EVEN: Final = 8
+_FEW: Final = 4
+_LARGE: Final = 1 << 25
+
+
+def clipped_sum(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    clip_norm: float,
+    clipping: Clipping = "flat",
+    rows_per_unit: int = 1,
+    microbatch_size: int | None = None,
+) -> ClippedSum:
+    """The sum over units of their gradients, each scaled to at most ``clip_norm``; the model stays as it was.
+
+    ``clipping`` says how: "flat" scales a gradient that is too long down, "automatic" brings every gradient to nearly
+    ``clip_norm``, "per_layer" scales each layer's part down to its even share of it.
+    Rows ``u * rows_per_unit`` and following belong to unit u; a unit's loss is the mean over its rows.
+
+    Guarantee: adding or removing one unit moves the result by at most ``clip_norm`` in L2. A unit whose gradient is
+    not finite contributes zero.
+    """
+    problems = Problems()
+    problems.count("rows_per_unit", rows_per_unit)
+    if microbatch_size is not None:
+        problems.count("microbatch_size", microbatch_size)
+    problems.raise_if_any()
+    batch = Rows(inputs, targets, rows_per_unit)
+    performance = Performance(microbatch_size=microbatch_size)
+    clipped = clipped_sum_of_batch(
+        model, loss_fn, batch, clip_norm=clip_norm, clipping=clipping, performance=performance
+    )
+    dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
+    return ClippedSum({name: value.to(dtypes[name]) for name, value in clipped.gradients.items()}, clip_norm)
+
+
+def clipped_sum_of_batch(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    *,
+    clip_norm: float,
+    clipping: Clipping = "flat",
+    performance: Performance,
+) -> ClippedSum:
+    """``clipped_sum`` over a whole draw, in float64. An empty draw is a sum of zeros.
+
+    Guarantee: as ``clipped_sum``; the result does not depend on the micro-batch size beyond rounding.
+    """
+    parameters = trainable(model)
+    clip, totals = Clip.of(parameters, clip_norm=clip_norm, clipping=clipping), Totals()
+    each = _each_microbatch(model, loss_fn, batch, performance)
+    with _unmoved(model), performance.chosen_kernels(), closing(each):
+        for microbatch, found in each:
+            real_U = microbatch.row_weights_UR.ne(0).any(1)
+            totals.add(found.shares, *clip.factors(found.shares, real_U))
+    return ClippedSum(totals.gradients(parameters), clip_norm, disposable=True)
+
+
+def unclipped_sum_of_batch(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, *, performance: Performance
+) -> dict[str, Tensor]:
+    """The units' gradients added up by the same engine without a bound on any of them: no guarantee whatever.
+
+    It shows what clipping costs, and nothing that protects anybody may be built on it.
+    """
+    totals = Totals()
+    each = _each_microbatch(model, loss_fn, batch, performance)
+    with _unmoved(model), performance.chosen_kernels(), closing(each):
+        for microbatch, found in each:
+            ones_U = microbatch.row_weights_UR.ne(0).any(1).to(torch.float64)
+            totals.add(found.shares, dict.fromkeys(found.shares, ones_U), None)
+    return totals.gradients(trainable(model))
+
+
+def _each_microbatch(
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, performance: Performance
+) -> Generator[tuple[Microbatch, UnitGradients], None, None]:
+    """The per-unit gradients of one micro-batch after the other."""
+    first = next(batch.microbatches(1), None)
+    if first is None:
+        return
+    plan = plan_for(model, loss_fn, first, performance)
+    network = plan.network(model)
+    duties = duties_of(network, plan.exceptions)
+    with held_through_step(network):
+        for index, microbatch in enumerate(batch.microbatches(_microbatch_size(plan, network, first, performance))):
+            arranged = plan.arranged(microbatch)
+            found = unit_gradients(network, loss_fn, arranged, duties, plan.layouts)
+            if index == 0 and _is_large(model):
+                give_back_freed_memory()  # the sums come next, and do not fit where activations were
+            yield arranged, found
+
+
+def _is_large(model: nn.Module) -> bool:
+    """Whether sums of all parameters take enough memory to look after it."""
+    return sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
+
+
+def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performance: Performance) -> int:
+    """As asked for, or as many units as fit the memory that a micro-batch may take."""
+    if performance.microbatch_size is not None:
+        return performance.microbatch_size
+    memory, unit = performance.memory_mib * 2**20, max(1, plan.bytes_per_unit)
+    # One unit at a time would leave threads idle and pay every layer's fixed cost: a few may take more, and as much as
+    # the sums that they are added to.
+    sums = 8 * sum(parameter.numel() for parameter in trainable(network).values())  # of float64
+    fitting = max(memory // unit, min(_FEW, max(4 * memory, sums) // unit))
+    # Every micro-batch reads all weights and sums again: where they are large beside it, it may be twice as large.
+    if _EVEN * unit <= min(2 * memory, 3 * sums):
+        fitting = max(fitting, _EVEN)
+    # Whole multiples of eight, or of two, share evenly among threads.
+    # What a model works with between its layers is not counted, and may be much for pictures (a scattering transform).
+    most = _MOST_FEATURE_ROWS if like.inputs.dim() == 2 or _only_linear(network) else _MOST_PICTURES
+    even = _EVEN if fitting >= _EVEN else 2 if fitting >= 2 else 1
+    return max(1, min(most, fitting // even * even))
+
+
+def _only_linear(network: nn.Module) -> bool:
+    """Whether nothing large can lie between the layers, because there are hardly any."""
+    leaves = [module for module in network.modules() if not list(module.children())]
+    return all(isinstance(leaf, (nn.Linear, SkinnyLinear, nn.Flatten, nn.Identity)) for leaf in leaves)
+
+
+@contextmanager
+def _unmoved(model: nn.Module) -> Iterator[None]:
+    """Leave no trace in the model, and refuse to return a sum if the pass wrote into a buffer or a parameter."""
+    before = {name: (id(tensor), tensor._version) for name, tensor in stored(model)}
+    with same_attributes(model):
+        yield
+        moved = [name for name, tensor in stored(model) if before.get(name) != (id(tensor), tensor._version)]
+    if moved:
+        raise PrivacyError(movement(moved))
+
+
+@final
+@dataclass(frozen=True)
+class Rows:
+    """Rows in memory, given by hand: a draw whose sampling nobody vouches for."""
+
+    inputs: Tensor
+    targets: Tensor
+    rows_per_unit: int
+
+    def __post_init__(self) -> None:
+        rows = self.inputs.shape[0] if self.inputs.dim() else -1
+        problems = Problems()
+        problems.require(
+            self.targets.dim() > 0 and self.targets.shape[0] == rows,
+            f"inputs and targets must have as many rows, got shapes {tuple(self.inputs.shape)} and "
+            f"{tuple(self.targets.shape)}.",
+        )
+        problems.require(
+            rows % self.rows_per_unit == 0,
+            f"the number of rows must be a multiple of rows_per_unit={self.rows_per_unit}, got {rows}.",
+        )
+        problems.raise_if_any()
+
+    @property
+    def sampling(self) -> Sampling:
+        """By hand: no epsilon follows from it."""
+        return Sampling("by hand", 1.0)
+
+    def microbatches(self, units: int) -> Iterator[Microbatch]:
+        """Slices of ``units`` units; the last one may be smaller."""
+        size = units * self.rows_per_unit
+        for first in range(0, self.inputs.shape[0], size):
+            inputs, targets = self.inputs[first : first + size], self.targets[first : first + size]
+            shape = (inputs.shape[0] // self.rows_per_unit, self.rows_per_unit)
+            weights = torch.full(shape, 1 / self.rows_per_unit, dtype=torch.float64)
+            yield Microbatch(inputs, targets, weights.to(inputs.device))

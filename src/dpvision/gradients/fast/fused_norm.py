@@ -1,0 +1,128 @@
+"""GroupNorm, an activation before or after it, a 2×2 max-pool and a sum in one pass, with per-row gradients of γ and β.
+
+Shapes: N rows, C channels, H height, W width, G groups.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
+
+from dpvision.gradients.layer_gradient import Kept, Share, sum_by_unit
+from dpvision.gradients.rules.rule import LayerCall, register
+from dpvision.kernels import norm_act
+from dpvision.kernels.channels_last import is_channels_last, laid_out
+from dpvision.kernels.norm_act import Chain
+
+ACTIVATIONS: Final[dict[str, Any]] = {
+    "none": lambda x: x,
+    "relu": F.relu,
+    "mish": F.mish,
+    "tanh": torch.tanh,
+    "silu": F.silu,
+    "selu": F.selu,
+    "elu": F.elu,
+}
+
+_MOST_VARIANTS: Final = 256
+
+
+def in_plain_operations(
+    chain: Chain, x_NCHW: Tensor, gamma_NC: Tensor | None, beta_NC: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """The chain in PyTorch's own operations, γ and β given for each row."""
+    act = ACTIVATIONS[chain.activation]
+    y = F.group_norm(x_NCHW if chain.norm_first else act(x_NCHW), chain.groups, eps=chain.eps)
+    if gamma_NC is not None:
+        y = y * gamma_NC[:, :, None, None]
+    if beta_NC is not None:
+        y = y + beta_NC[:, :, None, None]
+    if chain.norm_first:
+        y = act(y)
+    y = F.max_pool2d(y, 2) if chain.pool else y
+    return y if residual is None else y + residual
+
+
+class _NormAct(Function):
+    """The native kernels as one operation. γ and β come once for each row, so that their gradients do too."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        x_NCHW: Tensor,
+        gamma_NC: Tensor | None,
+        beta_NC: Tensor | None,
+        residual: Tensor | None,
+        chain: Chain,
+    ) -> Tensor:
+        gamma_C = None if gamma_NC is None else gamma_NC[0].contiguous()
+        beta_C = None if beta_NC is None else beta_NC[0].contiguous()
+        y, mean_NG, rstd_NG = norm_act.forward(x_NCHW, gamma_C, beta_C, chain, residual)
+        ctx.save_for_backward(x_NCHW, gamma_C, beta_C, mean_NG, rstd_NG)
+        ctx.chain, ctx.has_residual = chain, residual is not None
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_NCHW, gamma_C, beta_C, mean_NG, rstd_NG = ctx.saved_tensors
+        dx, dgamma_NC, dbeta_NC = norm_act.backward(laid_out(dy), x_NCHW, gamma_C, beta_C, mean_NG, rstd_NG, ctx.chain)
+        residual = dy if ctx.has_residual else None
+        return dx, dgamma_NC if gamma_C is not None else None, dbeta_NC if beta_C is not None else None, residual, None
+
+
+@functools.cache
+def _compiled(chain: Chain) -> Callable[..., Tensor]:
+    return torch.compile(functools.partial(in_plain_operations, chain))
+
+
+@final
+class FusedNorm(nn.Module):
+    """Stands in for a GroupNorm and its neighbours, with the very parameters of that GroupNorm."""
+
+    def __init__(self, norm: nn.GroupNorm, chain: Chain, *, compiled: bool = False) -> None:
+        super().__init__()
+        self.chain = chain
+        self.compiled = compiled
+        self.register_parameter("weight", norm.weight)
+        self.register_parameter("bias", norm.bias)
+
+    def per_row(self, rows: int) -> dict[str, Tensor]:
+        """γ and β once for each row: views of the parameters, which the loss's gradient can be asked for."""
+        return {name: parameter.expand(rows, -1) for name, parameter in self.named_parameters()}
+
+    def forward(self, x: Tensor, residual: Tensor | None = None, *, per_row: dict[str, Tensor] | None = None) -> Tensor:
+        """The chain on ``x``, then ``residual`` added."""
+        per_row = self.per_row(x.shape[0]) if per_row is None else per_row
+        gamma_NC, beta_NC = per_row.get("weight"), per_row.get("bias")
+        if self.compiled:
+            from torch._dynamo import config  # slow to import, and few need it
+
+            with config.patch(recompile_limit=_MOST_VARIANTS):
+                return _compiled(self.chain)(x, gamma_NC, beta_NC, residual)
+        if not self._native(x, residual):
+            return in_plain_operations(self.chain, x, gamma_NC, beta_NC, residual)
+        return _NormAct.apply(x, gamma_NC, beta_NC, residual, self.chain)
+
+    def _native(self, x: Tensor, residual: Tensor | None) -> bool:
+        pool = 2 if self.chain.pool else 1
+        if x.dim() != 4 or x.shape[0] == 0 or not norm_act.takes(x, self.chain):
+            return False
+        if residual is not None:
+            shape = (*x.shape[:2], x.shape[2] // pool, x.shape[3] // pool)
+            return residual.shape == shape and is_channels_last(residual)
+        return True
+
+
+def fused_norm(call: LayerCall) -> dict[str, Share]:
+    """The rows' gradients are there already; a unit's is the sum over its rows."""
+    return {name: Kept(sum_by_unit(call.per_row[name], call.units)) for name in call.wanted}
+
+
+register(FusedNorm, rule=fused_norm)

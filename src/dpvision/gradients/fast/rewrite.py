@@ -1,0 +1,307 @@
+"""A model's forward pass written down as a graph, where that is certain to mean the same.
+
+Put fast layers into a model's graph: chains around a GroupNorm become one pass, 3×3 convolutions Winograd's.
+
+The model itself stays as it is. The graph's layers hold the very same parameters.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.nn.modules import module as torch_modules
+
+from dpvision.gradients.fast.fused_conv import HeldWSConv2d, WinogradConv2d, WinogradWSConv2d
+from dpvision.gradients.fast.fused_norm import FusedNorm
+from dpvision.gradients.fast.small_layers import FastMaxPool, FastScattering, FastTanh, SkinnyLinear, is_max_pool
+from dpvision.gradients.rules import rule_for
+from dpvision.gradients.synthetic_batch import same_attributes
+from dpvision.kernels.norm_act import Chain
+from dpvision.models.layers import WSConv2d
+from dpvision.models.scattering import Scattering
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+
+
+def traced(model: nn.Module) -> fx.GraphModule | None:
+    """The model as a graph of its own leaf modules, or ``None`` where the graph could be something else.
+
+    A graph freezes what Python decided on the way. So there is none for a model that branches on values, draws random
+    numbers in Python, writes into itself, has hooks, or owns parameters at its root.
+    """
+    if _has_hooks(model) or any(True for _ in model.parameters(recurse=False)) or not any(model.children()):
+        return None
+    before = _outside_state()
+    try:
+        with same_attributes(model):
+            kept = list(_attributes(model))
+            graphs = [_Tracer().trace(model) for _ in range(2)]
+            after = list(_attributes(model))
+            untouched = len(kept) == len(after) and all(a == b for a, b in zip(kept, after, strict=True))
+    except (TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, IndexError, KeyError):
+        return None  # not an error: such a model has no graph, and runs as its author wrote it
+    if before != _outside_state() or not untouched or str(graphs[0]) != str(graphs[1]):
+        return None
+    return fx.GraphModule(model, graphs[0])
+
+
+@final
+class _Tracer(fx.Tracer):
+    """Goes into containers only: whatever owns parameters, has no children or comes with PyTorch stays whole."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002 (fx names them)
+        container = type(m) in (nn.Sequential, nn.ModuleList, nn.ModuleDict) or not type(m).__module__.startswith(
+            "torch."
+        )
+        owns = any(True for _ in m.parameters(recurse=False)) or any(True for _ in m.buffers(recurse=False))
+        return not container or owns or not any(True for _ in m.children())
+
+
+_OWN: Final = frozenset(vars(nn.Module()))
+"""What every module has, whoever wrote it."""
+
+
+def frozen_values(model: nn.Module) -> tuple[Any, ...]:
+    """What a graph would freeze: when any of it changes, it must be made again.
+
+    Plain values and containers of them by value, all else (buffers, tensors, objects, hooks) by identity. What changes
+    inside an object of the user's own is not seen.
+    """
+    return tuple(
+        (name, type(module), _has_hooks_itself(module), *_own_values(module)) for name, module in model.named_modules()
+    )
+
+
+def _own_values(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    yield from ((name, _frozen(value)) for name, value in vars(module).items() if name not in _OWN)
+    yield from ((name, id(buffer)) for name, buffer in module._buffers.items())
+
+
+def _frozen(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((_frozen(key), _frozen(item)) for key, item in value.items())
+    return id(value)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for module in model.modules():
+        for table in (vars(module), module._buffers, module._parameters, module._modules):
+            yield from ((name, _frozen(value)) for name, value in table.items())
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    return any(getattr(torch_modules, name, None) for name in _GLOBAL_HOOKS) or any(
+        _has_hooks_itself(module) for module in model.modules()
+    )
+
+
+def _has_hooks_itself(module: nn.Module) -> bool:
+    return any(getattr(module, name, None) for name in _HOOKS)
+
+
+def _outside_state() -> tuple[Any, ...]:
+    """The generators that a forward pass might have drawn from while it was written down."""
+    numbers: Any = np.random.get_state()
+    return random.getstate(), numbers[1].tobytes(), numbers[2], torch.get_rng_state().numpy().tobytes()
+
+
+_LAYERS: Final[dict[type[nn.Module], str]] = {
+    nn.ReLU: "relu",
+    nn.Mish: "mish",
+    nn.Tanh: "tanh",
+    nn.SiLU: "silu",
+    nn.SELU: "selu",
+    nn.ELU: "elu",
+}
+_FUNCTIONS: Final[dict[Callable[..., Any], str]] = {
+    F.relu: "relu",
+    torch.relu: "relu",
+    F.mish: "mish",
+    F.silu: "silu",
+    F.selu: "selu",
+    torch.tanh: "tanh",
+}
+_IN_PLACE: Final = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
+_SUMS: Final = (operator.add, operator.iadd, torch.add)
+
+
+def fast_twin(model: nn.Module, *, compiled: bool = False) -> fx.GraphModule | None:
+    """The model's graph with fast layers in it, or ``None`` where there is no graph or nothing to gain.
+
+    The layers are native, or with ``compiled`` made by ``torch.compile``.
+    """
+    graph_module = traced(model)
+    if graph_module is None or any(_writes_for_others(graph_module, node) for node in graph_module.graph.nodes):
+        return None
+    made = _fuse_norms(graph_module, compiled=compiled)
+    if not compiled:
+        made += _replace_layers(graph_module)
+    if not made:
+        return None
+    graph_module.graph.lint()
+    graph_module.delete_all_unused_submodules()
+    graph_module.recompile()
+    return graph_module
+
+
+def _replace_layers(graph_module: fx.GraphModule) -> int:
+    made = 0
+    for node in list(graph_module.graph.nodes):
+        module = _module_of(graph_module, node)
+        if module is None or len(node.args) != 1 or node.kwargs:
+            continue
+        layer = _stand_in_for(module)
+        if layer is not None:
+            node.target = _put(graph_module, f"dpvision_layer_{made}", layer)
+            made += 1
+    return made
+
+
+def _stand_in_for(module: nn.Module) -> nn.Module | None:
+    """A faster layer that computes the same, if there is one."""
+    if (window := FastMaxPool.window_of(module)) is not None:
+        return FastMaxPool(window)
+    if type(module) is nn.Tanh:
+        return FastTanh()
+    if type(module) is Scattering:
+        return FastScattering(module)
+    if not _answered_for(module):
+        return None
+    if isinstance(module, nn.Conv2d) and WinogradConv2d.fits(module):
+        return WinogradConv2d(module)
+    if isinstance(module, WSConv2d) and WinogradWSConv2d.fits(module):
+        return WinogradWSConv2d(module)
+    if type(module) is WSConv2d:
+        return HeldWSConv2d(module)
+    if type(module) is nn.Linear and SkinnyLinear.fits(module):
+        return SkinnyLinear(module)
+    return None
+
+
+def _fuse_norms(graph_module: fx.GraphModule, *, compiled: bool) -> int:
+    made = 0
+    for node in list(graph_module.graph.nodes):
+        norm = _module_of(graph_module, node)
+        if type(norm) is nn.GroupNorm and len(node.args) == 1 and not node.kwargs and _answered_for(norm):
+            chain, inputs, last = _chain_around(graph_module, node, norm)
+            target = _put(graph_module, f"dpvision_norm_{made}", FusedNorm(norm, chain, compiled=compiled))
+            _replace(graph_module.graph, inputs, last, target)
+            made += 1
+    return made
+
+
+def _chain_around(
+    graph_module: fx.GraphModule, node: fx.Node, norm: nn.GroupNorm
+) -> tuple[Chain, tuple[Any, ...], fx.Node]:
+    """A GroupNorm and what belongs to it: the chain, its inputs, and the node whose value it gives."""
+    first, last = node, node
+    activation, norm_first, pool = "none", True, False
+    after, before = _only_user(node), node.args[0]
+    if after is not None and (found := _activation(graph_module, after)):
+        activation, last = found, after
+    elif isinstance(before, fx.Node) and _only_user(before) is node and (found := _activation(graph_module, before)):
+        activation, norm_first, first = found, False, before
+    after = _only_user(last)
+    if after is not None and is_max_pool(_module_of(graph_module, after), kernel=2, stride=2, padding=0):
+        pool, last = True, after
+    inputs = [first.args[0]]
+    after = _only_user(last)
+    if after is not None and (other := _other_summand(after, last)) is not None:
+        inputs.append(other)
+        last = after
+    return Chain(norm.num_groups, norm.eps, activation, norm_first, pool), tuple(inputs), last
+
+
+def _replace(graph: fx.Graph, inputs: tuple[Any, ...], last: fx.Node, target: str) -> None:
+    """Let one layer give what ``last`` gave, and remove what nobody needs any more."""
+    with graph.inserting_before(last):
+        fused = graph.call_module(target, inputs)
+    last.replace_all_uses_with(fused)
+    _erase_back(graph, last, {*inputs})
+
+
+def _erase_back(graph: fx.Graph, node: fx.Node, keep: set[Any]) -> None:
+    """Remove a node nobody uses, and what only it used."""
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for before in inputs:
+        if before not in keep and not before.users:
+            _erase_back(graph, before, keep)
+
+
+def _writes_for_others(graph_module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node writes in place into something that another node reads too: then their order would matter."""
+    module = _module_of(graph_module, node)
+    name = str(node.target)
+    in_place = bool(getattr(module, "inplace", False)) or bool(node.kwargs.get("inplace", False))
+    if node.op == "call_method":
+        in_place |= name.endswith("_") and not name.endswith("__")
+    if node.op == "call_function":
+        called = getattr(node.target, "__name__", "")
+        in_place |= (
+            node.target in _IN_PLACE or (called.endswith("_") and not called.endswith("__")) or "out" in node.kwargs
+        )
+    written = node.args[0] if node.args else None
+    return in_place and (not isinstance(written, fx.Node) or len(written.users) != 1 or written.op == "placeholder")
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _activation(graph_module: fx.GraphModule, node: fx.Node) -> str | None:
+    module = _module_of(graph_module, node)
+    if module is not None:
+        name = _LAYERS.get(type(module))
+        return None if isinstance(module, nn.ELU) and module.alpha != 1 else name
+    if node.op == "call_function" and len(node.args) == 1 and set(node.kwargs) <= {"inplace"}:
+        return _FUNCTIONS.get(node.target) if callable(node.target) else None
+    return "relu" if node.op == "call_method" and node.target in ("relu", "relu_") and len(node.args) == 1 else None
+
+
+def _other_summand(node: fx.Node, one: fx.Node) -> fx.Node | None:
+    """What else a sum adds, if it is a sum of two different nodes that are there before it."""
+    if node.op != "call_function" or node.target not in _SUMS or len(node.args) != 2 or node.kwargs:
+        return None
+    left, right = node.args
+    other = right if left is one else left
+    if not isinstance(other, fx.Node) or other is one:
+        return None
+    # An in-place sum into something else's memory must stay what it is.
+    return None if node.target is operator.iadd and left is not one else other
+
+
+def _module_of(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    return graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def _answered_for(module: nn.Module) -> bool:
+    """Whether a rule, and not the fallback, speaks for the layer: else its type does not say what it computes."""
+    return rule_for(module) is not None
+
+
+def _put(graph_module: fx.GraphModule, name: str, layer: nn.Module) -> str:
+    graph_module.add_submodule(name, layer)
+    return name

@@ -1,0 +1,21 @@
+"""How good a model is on pictures that are public: one class a picture, or one a pixel.
+
+Guarantee: none is needed and none is given. A figure from here describes the pictures that went in, exactly and
+without noise; only public test data may be used for figures that are released.
+"""
+
+from dpvision.inference.mask_metrics import MaskMetrics, dice_of_images, evaluate_masks, predict_masks
+from dpvision.inference.metrics import CALIBRATION_BINS, Metrics, evaluate, evaluate_features, metrics_of, predict
+
+__all__ = [
+    "CALIBRATION_BINS",
+    "MaskMetrics",
+    "Metrics",
+    "dice_of_images",
+    "evaluate",
+    "evaluate_features",
+    "evaluate_masks",
+    "metrics_of",
+    "predict",
+    "predict_masks",
+]

@@ -1,0 +1,113 @@
+"""A released model, ready to use: needs the release folder only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from dpvision import models
+from dpvision.config import RunConfig, parse_config, required
+from dpvision.data import ImageStore, LoadOptions, Normalisation, load_one
+from dpvision.data.options import MAX_SIDE
+from dpvision.errors import ArgumentError, DataError, TamperError, printable
+from dpvision.models.losses import outputs_for
+from dpvision.storage.files import parse_object, read_file
+from dpvision.storage.run_folder import CERTIFICATE, RunFolder
+from dpvision.training.prepare import load_options, load_pictures
+from dpvision.training.start import holdout_keys, normalisation_of
+
+MOST_CLASSES = 100_000
+
+
+@final
+@dataclass(frozen=True)
+class Released:
+    """A model with all that is needed to show it pictures."""
+
+    model: nn.Module
+    config: RunConfig
+    normalisation: Normalisation
+    class_names: tuple[str, ...]
+    image_shape: tuple[int, int, int]
+    certificate: dict[str, Any]
+
+    def with_window(self, window: tuple[float, float]) -> Released:
+        """The same model, for volumes of which these intensities are what it was trained on."""
+        config = self.config.model_copy(update={"data": self.config.data.model_copy(update={"window": window})})
+        return replace(self, config=config)
+
+
+def load_released(run: Path) -> Released:
+    """The model of a run, with its weights checked against the certificate."""
+    folder = RunFolder.open(run)
+    path = folder.release / CERTIFICATE
+    certificate = parse_object(read_file(path), name=str(path))
+    config = parse_config(folder.read_config())
+    class_names, image_shape = _trained_on(certificate, path)
+    chosen = required(config.model, "model")
+    outputs = outputs_for(config.task, len(class_names))
+    model = models.create(chosen.name, num_classes=outputs, in_channels=image_shape[0], seed=0, **chosen.options)
+    weights = folder.load_weights()
+    try:
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, *image_shape))
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise TamperError(f"weights, model {chosen.name} and image_shape in {run} do not fit together.") from error
+    return Released(
+        model=model.eval(),
+        config=config,
+        normalisation=normalisation_of(config),
+        class_names=class_names,
+        image_shape=image_shape,
+        certificate=certificate,
+    )
+
+
+def _trained_on(certificate: dict[str, Any], path: Path) -> tuple[tuple[str, ...], tuple[int, int, int]]:
+    """Class names and picture shape: nobody has verified the certificate here, so they may be anything."""
+    data = certificate.get("data")
+    names, shape = (data.get("class_names"), data.get("image_shape")) if isinstance(data, dict) else (None, None)
+    if not isinstance(names, list) or not isinstance(shape, list) or len(shape) != 3:
+        raise TamperError(f"{path} does not say what the model was trained on.")
+    named = 0 < len(names) <= MOST_CLASSES and all(isinstance(name, str) for name in names)
+    shaped = shape[0] in (1, 3) and all(type(side) is int and 1 <= side <= MAX_SIDE for side in shape)
+    if not named or not shaped:
+        raise TamperError(f"{path} names classes or a picture shape that no model has.")
+    return tuple(printable(name) for name in names), (shape[0], shape[1], shape[2])
+
+
+def test_pictures(
+    run: Path, released: Released, *, test: str | None, test_masks: str | None, data_dir: Path | None
+) -> ImageStore:
+    """Public pictures to measure a released model on: named ones, or the run's own test split."""
+    if test_masks is not None and (test is None or released.config.task != "segmentation"):
+        raise ArgumentError("--test-masks belong to the pictures of --test and to a model that draws masks.")
+    if test is not None:
+        return load_one(test, _options_like(released, test_masks, data_dir), class_names=released.class_names)
+    folder = RunFolder.open(run)
+    stored = folder.load_key()
+    whole = parse_config(folder.read_whole_config())
+    if data_dir is not None:
+        whole = whole.model_copy(update={"data": whole.data.model_copy(update={"data_dir": str(data_dir)})})
+    store = load_pictures(whole, holdout_keys(stored.keys, stored.run_id)).test
+    if store.fingerprint() != stored.bindings[-1].get("test"):
+        raise DataError("the run's test split is not what it was: the data changed. Name pictures with --test.")
+    return store
+
+
+def _options_like(released: Released, masks: str | None, data_dir: Path | None) -> LoadOptions:
+    """Read other pictures as the run read its own. A table of owners does not come along: it was the run's own."""
+    channels, height, width = released.image_shape
+    return replace(
+        load_options(released.config),
+        data_dir=data_dir,
+        image_size=(height, width),
+        channels=channels,
+        unit_csv=None,
+        masks=None if masks is None else Path(masks),
+    )

@@ -1,0 +1,267 @@
+"""Dice and IoU from counts of pixels, of pictures or of whole patients.
+
+Shapes: N rows (pictures or patients), F classes but the background, H × W or P pixels, T thresholds.
+
+Figures where every pixel has a class: overlap of prediction and truth, a picture and a patient at a time.
+
+Shapes: N rows, M maps (one for two classes, else one a class), H × W pixels.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.data.normalisation import Normalisation
+from dpvision.data.store import ImageStore, dense_units
+from dpvision.errors import DataError
+from dpvision.inference.metrics import inputs_of, outputs_of
+from dpvision.models.losses import MaskLoss, RowLoss, outputs_for
+
+_ROWS_AT_A_TIME = 64
+_THRESHOLDS = (*(step / 20 for step in range(1, 21)), 2.0)  # the last one is nowhere reached: an empty mask
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Overlap:
+    """How many pixels of each class were predicted, are there, and both. Whole numbers in float64."""
+
+    both_NF: Tensor
+    predicted_NF: Tensor
+    true_NF: Tensor
+
+    @property
+    def dice_NF(self) -> Tensor:
+        """2·both / (predicted + true); 1 where neither has a pixel: nothing was there, and nothing was claimed."""
+        return _ratio(2 * self.both_NF, self.predicted_NF + self.true_NF)
+
+    @property
+    def iou_NF(self) -> Tensor:
+        """both / either; 1 where neither has a pixel."""
+        return _ratio(self.both_NF, self.predicted_NF + self.true_NF - self.both_NF)
+
+    def of_groups(self, group_N: Tensor, groups: int) -> Overlap:
+        """The counts of all rows of each group together."""
+
+        def added(x_NF: Tensor) -> Tensor:
+            return x_NF.new_zeros(groups, *x_NF.shape[1:]).index_add_(0, group_N, x_NF)
+
+        return Overlap(added(self.both_NF), added(self.predicted_NF), added(self.true_NF))
+
+
+def overlap(predicted_NHW: Tensor, true_NHW: Tensor, num_classes: int) -> Overlap:
+    """The counts of each picture for every class but the first, which is the background."""
+
+    def count(flags_NHW: Tensor) -> Tensor:
+        return flags_NHW.sum((1, 2)).double()
+
+    found, there, both = [], [], []
+    for number in range(1, num_classes):
+        mine, real = predicted_NHW == number, true_NHW == number
+        found.append(count(mine))
+        there.append(count(real))
+        both.append(count(mine & real))
+    return Overlap(torch.stack(both, 1), torch.stack(found, 1), torch.stack(there, 1))
+
+
+def joined(parts: Sequence[Overlap]) -> Overlap:
+    """The counts of several batches, one below the other."""
+    return Overlap(
+        torch.cat([part.both_NF for part in parts]),
+        torch.cat([part.predicted_NF for part in parts]),
+        torch.cat([part.true_NF for part in parts]),
+    )
+
+
+def dice_of_images(predicted_NHW: Tensor, true_NHW: Tensor, num_classes: int) -> Tensor:
+    """The Dice of each picture, averaged over the classes but the background: float64 (N,)."""
+    return overlap(predicted_NHW, true_NHW, num_classes).dice_NF.mean(1)
+
+
+def constant_dice(
+    true_NHW: Tensor, num_classes: int, group_N: Tensor | None, groups: int
+) -> tuple[float, float | None]:
+    """The Dice of the best constant answer, over pictures and over groups: the same mask whatever the picture shows.
+
+    The constant is the mean of these very masks, cut at the threshold that suits them best. A constant from training
+    masks would do worse, and would have to be paid for; one that these masks chose can only be too good.
+    """
+    by_class = [_constant_of_class(true_NHW, number, group_N, groups) for number in range(1, num_classes)]
+    means = torch.tensor(by_class, dtype=torch.float64).mean(0).tolist()
+    return means[0], None if group_N is None else means[1]
+
+
+def _constant_of_class(true_NHW: Tensor, number: int, group_N: Tensor | None, groups: int) -> tuple[float, float]:
+    parts = true_NHW.flatten(1).split(_ROWS_AT_A_TIME)
+    mean_P = torch.stack([(part == number).sum(0) for part in parts]).sum(0).double() / len(true_NHW)
+    masks_PT = torch.stack([mean_P >= threshold for threshold in _THRESHOLDS], 1).float()
+    both_NT = torch.cat([(part == number).float() @ masks_PT for part in parts]).double()
+    true_NT = torch.cat([(part == number).sum(1).double() for part in parts])[:, None].expand_as(both_NT)
+    counts = Overlap(both_NT, masks_PT.sum(0).double().expand_as(both_NT), true_NT)
+    of_images = float(counts.dice_NF.mean(0).amax())
+    if group_N is None:
+        return of_images, of_images
+    return of_images, float(counts.of_groups(group_N, groups).dice_NF.mean(0).amax())
+
+
+def _ratio(above: Tensor, below: Tensor) -> Tensor:
+    return torch.where(below > 0, above / below.clamp(min=1), 1.0)
+
+
+_LARGEST_LOSS = -math.log(sys.float_info.min)
+BATCH_SIZE = 32
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MaskMetrics:
+    """Figures of one model on one set of pictures with masks. All lie in 0..1 but the loss; all are finite.
+
+    ``dice`` and ``iou`` are those of a picture, averaged over pictures and over the classes but the background; a
+    class that is neither there nor predicted counts as 1. ``dice_per_patient`` takes all pixels of a patient together
+    and averages over patients; None where nobody said whose the pictures are. ``baseline_dice`` is what the best
+    constant mask reaches on these very pictures, see ``constant_dice``.
+    """
+
+    dice: float
+    iou: float
+    dice_per_patient: float | None
+    iou_per_patient: float | None
+    per_class: Mapping[str, Mapping[str, float | None]]
+    per_patient: Mapping[str, float] | None
+    pixel_accuracy: float
+    baseline_dice: float
+    baseline_dice_per_patient: float | None
+    loss: float
+    count: int
+
+    def headline(self) -> dict[str, float | None]:
+        """What is looked at first, the most important first."""
+        return {"dice": self.dice, "iou": self.iou, "dice_per_patient": self.dice_per_patient}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {"task": "segmentation", **asdict(self)}
+
+
+def evaluate_masks(
+    model: nn.Module,
+    store: ImageStore,
+    normalisation: Normalisation,
+    *,
+    loss: RowLoss | None = None,
+    batch_size: int = BATCH_SIZE,
+    device: torch.device | str = "cpu",
+    parameters: Mapping[str, Tensor] | None = None,
+    name_patients: bool = True,
+) -> MaskMetrics:
+    """The figures of ``model`` on every picture of ``store``, batch by batch.
+
+    ``parameters`` replaces the model's own where given. Without ``name_patients`` patients have numbers, best first.
+    A picture for which the model gives anything but numbers counts as wrong in every pixel.
+    """
+    if store.num_rows == 0:
+        raise DataError("the test set must have at least one picture, got none. Name another with --test.")
+    loss = loss or MaskLoss("cross_entropy", outputs_for("segmentation", store.num_classes))
+    inputs = inputs_of(store.images, normalisation, batch_size=batch_size, device=device)
+    parts: list[Overlap] = []
+    right, losses = 0, 0.0
+    outputs = outputs_of(model, inputs, device=device, parameters=parameters)
+    for maps, labels in zip(outputs, store.labels.split(batch_size), strict=True):
+        true_NHW = labels.to(maps.device)
+        _require_maps(maps, true_NHW, store.class_names)
+        predicted_NHW = _classes_of(maps)
+        broken_N = ~maps.isfinite().flatten(1).all(1)
+        predicted_NHW[broken_N] = ((true_NHW + 1) % store.num_classes)[broken_N]
+        parts.append(_on_cpu(overlap(predicted_NHW, true_NHW, store.num_classes)))
+        right += int((predicted_NHW == true_NHW).sum())
+        each_N = loss(maps.double(), true_NHW.long())
+        losses += float(each_N.where(each_N.isfinite(), _LARGEST_LOSS).sum())
+    figures = _figures(joined(parts), store, name_patients=name_patients)
+    return MaskMetrics(
+        **figures, pixel_accuracy=right / store.labels.numel(), loss=losses / store.num_rows, count=store.num_rows
+    )
+
+
+def predict_masks(
+    model: nn.Module,
+    images: Tensor,
+    normalisation: Normalisation,
+    *,
+    batch_size: int = BATCH_SIZE,
+    device: torch.device | str = "cpu",
+    parameters: Mapping[str, Tensor] | None = None,
+) -> Iterator[Tensor]:
+    """The class of every pixel of the uint8 ``images``: uint8 (N, H, W) on the CPU, batch by batch."""
+    inputs = inputs_of(images, normalisation, batch_size=batch_size, device=device)
+    for maps in outputs_of(model, inputs, device=device, parameters=parameters):
+        yield _classes_of(maps).cpu()
+
+
+def _classes_of(maps_NMHW: Tensor) -> Tensor:
+    """One map: foreground where it is positive, which is a probability above one half. Several: the largest."""
+    if maps_NMHW.shape[1] == 1:
+        return (maps_NMHW[:, 0] > 0).to(torch.uint8)
+    return maps_NMHW.argmax(1).to(torch.uint8)
+
+
+def _figures(counts: Overlap, store: ImageStore, *, name_patients: bool) -> dict[str, Any]:
+    owners = store.owners
+    patients = None if owners is None else dense_units(owners)
+    number = 0 if patients is None else int(patients.max()) + 1
+    of_patients = None if patients is None else counts.of_groups(patients, number)
+    baseline, baseline_of_patients = constant_dice(store.labels, store.num_classes, patients, number)
+    return {
+        "dice": float(counts.dice_NF.mean()),
+        "iou": float(counts.iou_NF.mean()),
+        "dice_per_patient": None if of_patients is None else float(of_patients.dice_NF.mean()),
+        "iou_per_patient": None if of_patients is None else float(of_patients.iou_NF.mean()),
+        "per_class": _by_class(counts, of_patients, store.class_names),
+        "per_patient": _by_patient(of_patients, owners, name_patients=name_patients),
+        "baseline_dice": baseline,
+        "baseline_dice_per_patient": baseline_of_patients,
+    }
+
+
+def _by_class(
+    counts: Overlap, of_patients: Overlap | None, class_names: tuple[str, ...]
+) -> dict[str, dict[str, float | None]]:
+    def means(found: Overlap | None, ending: str) -> list[dict[str, float | None]]:
+        names = (f"dice{ending}", f"iou{ending}")
+        if found is None:
+            return [dict.fromkeys(names) for _ in class_names[1:]]
+        pairs = zip(found.dice_NF.mean(0).tolist(), found.iou_NF.mean(0).tolist(), strict=True)
+        return [dict(zip(names, pair, strict=True)) for pair in pairs]
+
+    both = zip(class_names[1:], means(counts, ""), means(of_patients, "_per_patient"), strict=True)
+    return {name: {**of_image, **of_patient} for name, of_image, of_patient in both}
+
+
+def _by_patient(of_patients: Overlap | None, owners: Any, *, name_patients: bool) -> dict[str, float] | None:
+    """The Dice of each patient, averaged over classes; where their names are nobody's business, numbers."""
+    if of_patients is None:
+        return None
+    dice = of_patients.dice_NF.mean(1).tolist()
+    if name_patients:
+        return dict(zip(dict.fromkeys(map(str, owners)), dice, strict=True))
+    return {str(place): value for place, value in enumerate(sorted(dice, reverse=True), 1)}
+
+
+def _on_cpu(counts: Overlap) -> Overlap:
+    return Overlap(counts.both_NF.cpu(), counts.predicted_NF.cpu(), counts.true_NF.cpu())
+
+
+def _require_maps(maps_NMHW: Tensor, true_NHW: Tensor, class_names: tuple[str, ...]) -> None:
+    wanted = (len(true_NHW), outputs_for("segmentation", len(class_names)), *true_NHW.shape[1:])
+    if true_NHW.dim() != 3 or tuple(maps_NMHW.shape) != wanted:
+        raise DataError(
+            f"the model's outputs must be {outputs_for('segmentation', len(class_names))} maps of the masks' size for "
+            f"{len(class_names)} classes, got shape {tuple(maps_NMHW.shape)} for masks of {tuple(true_NHW.shape)}."
+        )

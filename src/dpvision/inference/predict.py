@@ -1,0 +1,195 @@
+"""Masks that a released model draws: a file for each picture or volume, all of them or none."""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from dpvision.data.images import cover_box, decode, for_each, is_picture, look
+from dpvision.data.nifti import SUFFIXES, is_volume, open_volume, volume_pictures
+from dpvision.errors import ArgumentError, DataError, bad_files_text, shown, some_of
+from dpvision.inference.load import Released
+from dpvision.inference.mask_metrics import predict_masks
+from dpvision.storage.files import disk_errors, write_atomically
+from dpvision.training.prepare import load_options
+
+# Shapes: S slices, C channels, H × W pixels.
+
+
+Mask = NDArray[np.uint8]
+_LARGEST_SIDE_OF_NIFTI1 = 32767
+
+
+@final
+@dataclass(frozen=True)
+class MaskFile:
+    """A mask as it will be written; ``shares`` is how much of the picture each class but the background takes."""
+
+    source: Path
+    path: Path
+    content: bytes
+    shares: dict[str, float]
+
+
+@final
+@dataclass(frozen=True)
+class _Job:
+    source: Path
+    path: Path
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """What the model sees of a picture or of all slices of a volume, and how to go back from there."""
+
+    images_SCHW: Tensor
+    height: int
+    width: int
+    affine: NDArray[Any] | None = None
+    axis: int = 0
+
+
+def masks_into(
+    released: Released,
+    sources: Sequence[Path],
+    folder: Path,
+    *,
+    force: bool = False,
+    skip_bad: bool = False,
+    device: str = "cpu",
+) -> tuple[list[MaskFile], list[tuple[str, str]]]:
+    """Predict and write ``NAME_mask.png`` (or .nii, .nii.gz) for each picture (or volume) into ``folder``.
+
+    What can't be read is returned with its reason, if ``skip_bad``. Nothing is written before everything has been
+    predicted, nothing outside ``folder``, and nothing over a file that exists, unless ``force``.
+    """
+    load_options(released.config)  # an impossible window is no property of a picture
+    jobs = [job for source in sources for job in _jobs(source, folder)]
+    _require_free(jobs, folder, force=force)
+    released.model.to(device)
+    files: list[MaskFile] = []
+    bad: list[tuple[str, str]] = []
+    for job in jobs:
+        seen = _seen_or_reason(released, job)
+        if isinstance(seen, str):
+            bad.append((str(job.source), seen))
+        else:
+            files.append(_mask_file(released, job, seen, device))
+    if bad and not skip_bad:
+        raise DataError(f"{len(bad)} of {len(jobs)} files can't be read: {bad_files_text(bad)}. Nothing was written.")
+    for file in files:
+        with disk_errors(f"write {shown(file.path)}"):
+            write_atomically(file.path, file.content)
+    return files, bad
+
+
+def at_own_size(mask_HW: Mask, height: int, width: int) -> Mask:
+    """A mask at the size that its picture had, by nearest neighbour. What the model did not see is background.
+
+    A picture is scaled to cover what the model takes and cropped in the middle, so that a long one has two such ends.
+    """
+    left, top, right, bottom = cover_box(height, width, (mask_HW.shape[0], mask_HW.shape[1]))
+    rows, seen_rows = _nearest(height, top, bottom, mask_HW.shape[0])
+    columns, seen_columns = _nearest(width, left, right, mask_HW.shape[1])
+    return mask_HW[rows[:, None], columns] * (seen_rows[:, None] & seen_columns)
+
+
+def _nearest(length: int, start: float, stop: float, size: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """For each of ``length`` pixels: in which of ``size`` from ``start`` to ``stop`` it lies, and whether in any."""
+    place = (np.arange(length) + 0.5 - start) / (stop - start)
+    return np.clip((place * size).astype(np.int64), 0, size - 1), (place >= 0) & (place <= 1)
+
+
+def _jobs(source: Path, folder: Path) -> list[_Job]:
+    if source.is_dir():
+        files = sorted(file for file in source.rglob("*") if (is_picture(file) or is_volume(file)) and file.is_file())
+        if not files:
+            raise DataError(f"{shown(source)} has no pictures or volumes.")
+        return [_Job(file, folder / file.relative_to(source).parent / _mask_name(file)) for file in files]
+    if not source.exists():
+        raise DataError(f"{shown(source)} does not exist.")
+    return [_Job(source, folder / _mask_name(source))]
+
+
+def _mask_name(source: Path) -> str:
+    ending = next((suffix for suffix in SUFFIXES if source.name.lower().endswith(suffix)), None)
+    if ending is None:
+        return f"{source.stem}_mask.png"
+    return f"{source.name[: -len(ending)]}_mask{ending}"
+
+
+def _require_free(jobs: Sequence[_Job], folder: Path, *, force: bool) -> None:
+    """Refuse before any work: two masks of one name, a name in use, or a way out of the folder through a link."""
+    if folder.exists() and not folder.is_dir():
+        raise ArgumentError(f"--output must be a folder, got the file {shown(folder)}.")
+    first: dict[Path, Path] = {}
+    for job in jobs:
+        other = first.setdefault(job.path, job.source)
+        if other != job.source:
+            raise ArgumentError(
+                f"{shown(other)} and {shown(job.source)} would both give {shown(job.path.name)}. Give them one by one, "
+                "with an --output each, or the folder that holds both."
+            )
+        if not job.path.parent.resolve().is_relative_to(folder.resolve()):
+            raise ArgumentError(f"{shown(job.path.parent)} leads out of {shown(folder)}. Choose another --output.")
+    taken = [job.path for job in jobs if job.path.exists() or job.path.is_symlink()]
+    if taken and not force:
+        raise ArgumentError(f"{some_of(taken)} exist already. Choose another --output, or replace with --force.")
+
+
+def _seen_or_reason(released: Released, job: _Job) -> _Seen | str:
+    """What there is to look at, or why there is nothing: a file may hold anything."""
+    read = _read_volume if is_volume(job.source) else _read_picture
+    (found,) = for_each(lambda _: read(released, job.source), 1, what="reading", workers=1)
+    return found
+
+
+def _read_picture(released: Released, source: Path) -> _Seen:
+    looks, image_CHW = look(source), decode(source, image_shape=released.image_shape)
+    return _Seen(torch.from_numpy(image_CHW.copy())[None], looks.height, looks.width)
+
+
+def _read_volume(released: Released, source: Path) -> _Seen:
+    volume, options = open_volume(source), load_options(released.config)
+    images_SCHW = volume_pictures(volume, image_shape=released.image_shape, options=options)
+    height, width = volume.slices(options.volume_axis).shape[1:]
+    return _Seen(images_SCHW, height, width, volume.affine, options.volume_axis)
+
+
+def _mask_file(released: Released, job: _Job, seen: _Seen, device: str) -> MaskFile:
+    batches = predict_masks(released.model, seen.images_SCHW, released.normalisation, device=device)
+    masks_SHW = np.stack([at_own_size(mask.numpy(), seen.height, seen.width) for batch in batches for mask in batch])
+    names = released.class_names
+    shares = {name: float((masks_SHW == number).mean()) for number, name in enumerate(names) if number > 0}
+    if seen.affine is None:
+        content = _png_bytes(masks_SHW[0], black_and_white=len(names) == 2)
+    else:
+        packed = job.source.name.lower().endswith(".gz")
+        content = _nifti_bytes(np.moveaxis(masks_SHW, 0, seen.axis), seen.affine, packed=packed)
+    return MaskFile(job.source, job.path, content, shares)
+
+
+def _png_bytes(mask_HW: Mask, *, black_and_white: bool) -> bytes:
+    """Two classes as black and white, which any viewer shows; more as their numbers."""
+    content = io.BytesIO()
+    Image.fromarray(mask_HW * np.uint8(255) if black_and_white else mask_HW).save(content, "PNG")
+    return content.getvalue()
+
+
+def _nifti_bytes(mask: Mask, affine: NDArray[Any], *, packed: bool) -> bytes:
+    import nibabel  # an optional extra; it has just read the volume
+
+    kind = nibabel.Nifti1Image if max(mask.shape) <= _LARGEST_SIDE_OF_NIFTI1 else nibabel.Nifti2Image
+    content = kind(np.asfortranarray(mask), affine).to_bytes()
+    return gzip.compress(content, mtime=0) if packed else content

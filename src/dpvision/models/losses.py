@@ -1,0 +1,105 @@
+"""Losses: one value a row, each from its own row alone, so that clipping bounds what a row can do.
+
+Shapes: N rows, K classes, M maps (one for two classes, else K), H × W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, final
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from dpvision.errors import ArgumentError, Problems
+
+Task = Literal["classification", "segmentation"]
+LossName = Literal["cross_entropy", "dice", "dice_cross_entropy"]
+RowLoss = Callable[[Tensor, Tensor], Tensor]
+LOSSES: tuple[LossName, ...] = ("cross_entropy", "dice", "dice_cross_entropy")
+SMOOTHING = 1.0
+"""Added above and below in Dice, in pixels: an empty mask then has a loss, and no gradient grows without bound."""
+
+
+def outputs_for(task: Task, num_classes: int) -> int:
+    """How many outputs (maps, for masks) a model needs: two classes of pixels are told apart by one map."""
+    return 1 if task == "segmentation" and num_classes == 2 else num_classes
+
+
+def loss_for(task: Task, loss: LossName, num_classes: int) -> RowLoss:
+    """The loss of a task: from outputs and targets to one value a row. Equal settings give equal losses.
+
+    Guarantee: a row's value depends on that row's outputs and targets alone.
+    """
+    problems = Problems()
+    problems.require(loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}, got {loss!r}.")
+    problems.require(
+        task == "segmentation" or loss == "cross_entropy",
+        f"loss must be cross_entropy where a picture has one class, got {loss!r}. Set task to segmentation for masks.",
+    )
+    problems.require(
+        task == "classification" or num_classes >= 2, f"masks must have at least two classes, got {num_classes}."
+    )
+    problems.raise_if_any()
+    return classification_loss if task == "classification" else MaskLoss(loss, outputs_for(task, num_classes))
+
+
+def classification_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy, one value per row."""
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+@final
+@dataclass(frozen=True)
+class MaskLoss:
+    """Soft Dice, cross-entropy (mean over pixels) or their sum. A value: the engine keeps its plans by it."""
+
+    kind: LossName
+    maps: int
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """(N, M, H, W) scores and (N, H, W) classes → (N,)."""
+        _require_maps(outputs, targets, self.maps)
+        if self.kind == "cross_entropy":
+            return pixel_cross_entropy(outputs, targets)
+        dice = soft_dice_loss(outputs, targets)
+        return dice if self.kind == "dice" else dice + pixel_cross_entropy(outputs, targets)
+
+
+def soft_dice_loss(outputs_NMHW: Tensor, targets_NHW: Tensor) -> Tensor:
+    """1 − (2 Σ p·t + 1) / (Σ p + Σ t + 1) over the pixels of each row, averaged over the classes but the first.
+
+    p are probabilities, t is 1 where the class is. With an empty mask it is Σ p / (Σ p + 1): the less foreground is
+    predicted the better, and nothing is divided by zero.
+    """
+    if outputs_NMHW.shape[1] == 1:
+        p_NFHW = outputs_NMHW.sigmoid()
+        t_NFHW = targets_NHW[:, None].to(p_NFHW.dtype)
+    else:
+        p_NFHW = outputs_NMHW.softmax(1)[:, 1:]
+        classes = outputs_NMHW.shape[1]
+        t_NFHW = F.one_hot(targets_NHW.long(), classes).permute(0, 3, 1, 2)[:, 1:].to(p_NFHW.dtype)
+    overlap_NF = (p_NFHW * t_NFHW).sum((2, 3))
+    total_NF = p_NFHW.sum((2, 3)) + t_NFHW.sum((2, 3))
+    return (1 - (2 * overlap_NF + SMOOTHING) / (total_NF + SMOOTHING)).mean(1)
+
+
+def pixel_cross_entropy(outputs_NMHW: Tensor, targets_NHW: Tensor) -> Tensor:
+    """Cross-entropy of each row: the mean over its pixels."""
+    if outputs_NMHW.shape[1] == 1:
+        wanted = targets_NHW.to(outputs_NMHW.dtype)
+        losses = F.binary_cross_entropy_with_logits(outputs_NMHW[:, 0], wanted, reduction="none")
+    else:
+        losses = F.cross_entropy(outputs_NMHW, targets_NHW.long(), reduction="none")
+    return losses.mean((1, 2))
+
+
+def _require_maps(outputs: Tensor, targets: Tensor, maps: int) -> None:
+    """Refuse what broadcasting would silently turn into another loss."""
+    wanted = (targets.shape[0], maps, *targets.shape[1:])
+    if targets.dim() != 3 or tuple(outputs.shape) != wanted:
+        raise ArgumentError(
+            f"outputs must be (rows, {maps}, height, width) for masks of {tuple(targets.shape)}, got "
+            f"{tuple(outputs.shape)}. Choose a model that gives maps of the picture's size, such as unet9."
+        )

@@ -1,0 +1,135 @@
+"""UNet-9 and LinkNet-9 with their ScaleNorm variants (FACTS §3), for grey slices of 256 pixels.
+
+The papers' Dice loss sums over the batch, which mixes units: train with a loss of one value a slice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.errors import ArgumentError, Problems
+from dpvision.models.layers import Norm
+from dpvision.models.resnet import conv_norm_act, double_unit
+
+Join = Literal["concat", "add"]
+
+
+@final
+class SizeIsMultipleOf(nn.Module):
+    """Refuse pictures that can't be halved as often as the network does; a module, so that a graph keeps it whole."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """The picture as it came."""
+        if x_NCHW.shape[-2] % self.number or x_NCHW.shape[-1] % self.number:
+            sides = tuple(x_NCHW.shape[-2:])
+            raise ArgumentError(f"height and width must be multiples of {self.number}, got {sides}. Set image_size.")
+        return x_NCHW
+
+
+@final
+class SegmentationNet9(nn.Module):
+    """An encoder like ResNet-9's, a decoder with two long skips, and one map a class at the input's size.
+
+    Skips are taken before the residual blocks. ScaleNorm, where switched on, follows every residual addition and
+    every join with a long skip.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_channels: int,
+        num_classes: int,
+        join: Join,
+        norm: Norm,
+        activation: str,
+        scale_norm: bool,
+        width: int,
+    ) -> None:
+        super().__init__()
+        w = width
+
+        def unit(i: int, o: int, *, pool: bool = False, upsample: bool = False) -> nn.Module:
+            return conv_norm_act(i, o, norm=norm, activation=activation, pool=pool, upsample=upsample)
+
+        def residual(channels: int) -> nn.Module:
+            return double_unit(channels, norm=norm, activation=activation, scale_norm=scale_norm)
+
+        def join_norm(channels: int) -> nn.Module:
+            return norm.make(channels) if scale_norm else nn.Identity()
+
+        # Channels after the joins: UNet keeps both halves, LinkNet adds them.
+        deep, shallow = (8 * w, 4 * w) if join == "concat" else (4 * w, 2 * w)
+        self.join = join
+        self.checked = SizeIsMultipleOf(16)
+        self.down1 = nn.Sequential(unit(in_channels, w), unit(w, 2 * w, pool=True))
+        self.res1 = residual(2 * w)
+        self.down2 = nn.Sequential(unit(2 * w, 4 * w, pool=True), unit(4 * w, 4 * w, pool=True))
+        self.res2 = residual(4 * w)
+        self.bottom = nn.Sequential(unit(4 * w, 8 * w, pool=True), unit(8 * w, 4 * w, upsample=True))
+        self.join_norm2 = join_norm(deep)
+        self.res3 = residual(deep)
+        self.up2 = nn.Sequential(unit(deep, 4 * w, upsample=True), unit(4 * w, 2 * w, upsample=True))
+        self.join_norm1 = join_norm(shallow)
+        self.res4 = residual(shallow)
+        self.up1 = unit(shallow, shallow // 2, upsample=True)
+        # The number of classes need not be a multiple of the groups.
+        head_norm = replace(norm, rule="gcd")
+        self.head: nn.Module = conv_norm_act(shallow // 2, num_classes, norm=head_norm, activation=activation)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """(N, C, H, W) → (N, classes, H, W)."""
+        skip1 = self.down1(self.checked(x_NCHW))
+        skip2 = self.down2(self.res1(skip1))
+        x = self.bottom(self.res2(skip2))
+        x = self.res3(self.join_norm2(self._joined(x, skip2)))
+        x = self.up2(x)
+        x = self.res4(self.join_norm1(self._joined(x, skip1)))
+        return self.head(self.up1(x))
+
+    def _joined(self, x_NCHW: Tensor, skip_NCHW: Tensor) -> Tensor:
+        """UNet's join doubles the channels, LinkNet's keeps them."""
+        return torch.cat((x_NCHW, skip_NCHW), dim=1) if self.join == "concat" else x_NCHW + skip_NCHW
+
+
+def segmentation9(
+    *,
+    num_classes: int,
+    in_channels: int,
+    join: Join,
+    groups: int = 8,
+    norm: str = "group",
+    activation: str = "mish",
+    scale_norm: bool = False,
+    head: Literal["unit", "conv"] = "unit",
+    width: int = 64,
+) -> nn.Module:
+    """UNet-9 (``join`` "concat") or LinkNet-9 ("add"); ``num_classes`` is the number of maps, 1 for one organ.
+
+    ``head`` "unit" ends in norm and activation as the papers' code does, which bounds the scores from below;
+    "conv" ends in a 1×1 convolution that gives free scores. ``width`` is the number of channels of the first layer,
+    64 in the papers; all others are multiples of it, and 8 suits a CPU.
+    """
+    problems = Problems()
+    problems.count("width", width)
+    problems.require(head in ("unit", "conv"), f"head must be unit or conv, got {head!r}.")
+    problems.raise_if_any()
+    model = SegmentationNet9(
+        in_channels=in_channels,
+        num_classes=num_classes,
+        join=join,
+        norm=Norm(norm, groups),
+        activation=activation,
+        scale_norm=scale_norm,
+        width=width,
+    )
+    if head == "conv":
+        model.head = nn.Conv2d(2 * width if join == "concat" else width, num_classes, 1)
+    return model

@@ -1,0 +1,55 @@
+"""Settings that run by name. The library itself never imports this package."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+
+from dpvision.errors import ArgumentError
+from dpvision.papers.making_the_shoe_fit import shoefit_cifar_recipes, shoefit_recipes
+from dpvision.papers.own_recipes import cifar100_feature_recipes, demo, feature_recipes, small_cnn_recipes
+from dpvision.papers.quick import MEANS_NOTHING, quick_config
+from dpvision.papers.recipe import NOT_RUN, SCALES, Recipe
+from dpvision.papers.recipe_data import place_data
+from dpvision.papers.scalenorm import scalenorm_recipes
+from dpvision.papers.scalenorm_segmentation import segmentation_recipes
+from dpvision.papers.smoothnets import smoothnet_recipes
+from dpvision.papers.through_scale import scale_recipes
+
+__all__ = [
+    "MEANS_NOTHING",
+    "NOT_RUN",
+    "SCALES",
+    "Recipe",
+    "all_recipes",
+    "find_recipe",
+    "place_data",
+    "quick_config",
+]
+
+
+@cache
+def all_recipes() -> tuple[Recipe, ...]:
+    """Every recipe, paper by paper."""
+    return (
+        demo(),
+        *shoefit_recipes(),
+        *shoefit_cifar_recipes(),
+        *scalenorm_recipes(),
+        *segmentation_recipes(),
+        *smoothnet_recipes(),
+        *scale_recipes(),
+        *feature_recipes(),
+        *cifar100_feature_recipes(),
+        *small_cnn_recipes(),
+    )
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of that name."""
+    recipes = {recipe.name: recipe for recipe in all_recipes()}
+    if name not in recipes:
+        close = difflib.get_close_matches(name, recipes, n=3, cutoff=0.4)
+        hint = f"Did you mean {' or '.join(close)}?" if close else "`dpvision recipes` lists them."
+        raise ArgumentError(f"recipe must be the name of a recipe, got {name!r}. {hint}")
+    return recipes[name]

@@ -1,0 +1,146 @@
+"""Any recipe as a smoke test of seconds: made-up pictures, two steps of four, small pictures, two views."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from safetensors.torch import save as save_safetensors
+
+from dpvision import models
+from dpvision.config import ModelConfig, RunConfig, TransferConfig
+from dpvision.papers.recipe import changed
+from dpvision.papers.recipe_data import dataset_of
+from dpvision.storage.files import disk_errors, write_atomically
+
+MEANS_NOTHING: Final = "smoke test on made-up pictures: its figures mean nothing"
+_UNITS, _TEST, _BATCH, _STEPS = 24, 12, 4, 2
+_NOISE: Final = 1.0
+_CLASSES: Final = 10
+_SIDE: Final = 32
+# These take more than seconds at 32 pixels, and any size of picture.
+_HUGE: Final = frozenset(
+    {"smoothnet", "wrn28_10", "wrn40_4", "nf_resnet50", "nf_resnet200", "nfnet_f0", "nfnet_f3"}
+    | {"unet9", "scaleunet9", "linknet9", "scalelinknet9"}
+)
+_HUGE_SIDE: Final = 16
+
+
+def quick_config(config: RunConfig, folder: Path) -> RunConfig:
+    """The same model, optimizer, views and clipping on made-up pictures that are written into ``folder``.
+
+    Pictures have at most 32 pixels (16 for the largest networks) and 10 classes; there are at most two views. Noise is
+    fixed instead of calibrated. First weights, where a recipe takes some, are made up too.
+    """
+    channels, side = _shape(config)
+    size: dict[str, Any] = {"image_size": None, "channels": None}
+    normalisation = config.data.normalisation
+    data = {"source": str(_pictures(folder, channels, side)), "test": None, "data_dir": None, **size}
+    if config.task == "segmentation":
+        alone = config.data.units == "rows"
+        of_masks = {"masks": None, "window": None, "unit_column": "patient", "units": "rows" if alone else "owners"}
+        data |= {"source": str(_slices(folder, channels, side)), **of_masks}
+    steps = {"every_steps": 1} if config.schedule.kind == "step" else {}
+    return changed(
+        config,
+        name=f"{config.name}-quick",
+        data={**data, "normalisation": "auto" if normalisation == "published" else normalisation},
+        model=_fitted(config.model, side),
+        views={"count": min(2, config.views.count), "crop_padding": min(4, config.views.crop_padding)},
+        transfer=_with_made_up_weights(config, folder, channels, side),
+        privacy=_privacy(config),
+        schedule=steps,
+        evaluations=1,
+    )
+
+
+def _shape(config: RunConfig) -> tuple[int, int]:
+    """Channels and side of the made-up pictures."""
+    dataset = dataset_of(config)
+    channels = config.data.channels or (1 if dataset is None else dataset.channels)
+    usual = config.data.image_size or (_SIDE if dataset is None else dataset.image_size)
+    if dataset is None and config.data.source.endswith(".npz") and config.task == "classification":
+        channels = 3  # the parts of CIFAR-100
+    huge = config.model is not None and config.model.name in _HUGE
+    return channels, min(usual, _HUGE_SIDE if huge else _SIDE)
+
+
+def _privacy(config: RunConfig) -> dict[str, Any]:
+    private = {"target_epsilon": None, "noise_multiplier": _NOISE, "delta": 1e-3}
+    plan = {"num_units": _UNITS, "expected_batch_size": _BATCH, "steps": _STEPS}
+    return {**plan, **(private if config.privacy.enabled else {})}
+
+
+def _fitted(model: ModelConfig | None, side: int) -> ModelConfig | None:
+    """The model told of the size of the pictures, and not to enlarge them much, where it can be told."""
+    if model is None:
+        return None
+    options = dict(model.options)
+    if "image_size" in models.entry(model.name).options:
+        options["image_size"] = side
+    if "resize_to" in options:
+        options["resize_to"] = _SIDE
+    return model.model_copy(update={"options": options})
+
+
+def _pictures(folder: Path, channels: int, side: int) -> Path:
+    """An .npz file of noise with a stripe whose place is the class; the same for everybody."""
+    path = folder / f"made-up-{channels}x{side}x{side}.npz"
+    if path.exists():
+        return path
+    generator = np.random.default_rng(0)
+    arrays = {}
+    for name, count in (("train", _UNITS), ("test", _TEST)):
+        labels = np.arange(count) % _CLASSES
+        images = generator.integers(0, 156, size=(count, channels, side, side), dtype=np.uint8)
+        for image, label in zip(images, labels, strict=True):
+            image[:, label % side] += 99
+        arrays[f"x_{name}"], arrays[f"y_{name}"] = images, labels
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    _write(path, content.getvalue())
+    return path
+
+
+def _slices(folder: Path, channels: int, side: int) -> Path:
+    """An .npz file of noise with a bright square, whose mask it is, in two slices of each patient."""
+    path = folder / f"made-up-masks-{channels}x{side}x{side}.npz"
+    if path.exists():
+        return path
+    generator = np.random.default_rng(0)
+    arrays = {}
+    for start, count in (("", 2 * _UNITS), ("test_", _TEST)):
+        images = generator.integers(0, 156, size=(count, channels, side, side), dtype=np.uint8)
+        masks = np.zeros((count, side, side), dtype=np.uint8)
+        for row, corner in enumerate(generator.integers(0, side // 2, size=(count, 2)).tolist()):
+            inside = tuple(slice(first, first + side // 2) for first in corner)
+            masks[row][inside] = 1
+        images += 99 * masks[:, None]
+        arrays |= {f"{start}images": images, f"{start}masks": masks, f"{start}patient": np.arange(count) // 2}
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    _write(path, content.getvalue())
+    return path
+
+
+def _with_made_up_weights(config: RunConfig, folder: Path, channels: int, side: int) -> TransferConfig | None:
+    """The transfer with a file of drawn weights in the place of real ones."""
+    transfer, model = config.transfer, _fitted(config.model, side)
+    if transfer is None or model is None:
+        return transfer
+    which = hashlib.sha256(repr(sorted(model.options.items())).encode()).hexdigest()[:8]
+    path = folder / f"made-up-{model.name}-{channels}x{side}-{which}.safetensors"
+    if not path.exists():
+        drawn = models.create(model.name, num_classes=_CLASSES, in_channels=channels, seed=1, **model.options)
+        _write(path, save_safetensors({name: value.contiguous() for name, value in drawn.state_dict().items()}))
+    described = {"source": transfer.source or "made up", "licence": transfer.licence or "none"}
+    head_steps = None if transfer.head_steps is None else 1
+    return transfer.model_copy(update={"weights": str(path), "rename": {}, "head_steps": head_steps, **described})
+
+
+def _write(path: Path, content: bytes) -> None:
+    with disk_errors(f"write {path}"):
+        write_atomically(path, content)

@@ -1,0 +1,104 @@
+"""What a recipe is: a configuration with its source and its evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from dpvision.config import RunConfig
+from dpvision.errors import ArgumentError
+
+NOT_RUN = "not run yet"
+SCALES = ("paper", "cpu")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A named configuration.
+
+    ``accuracy`` is the source's figure in percent, ``figure`` says in words what it is (or why there is none), ``ours``
+    what we reached, with its n. ``differs`` names what is not as in the source, and what the source leaves open.
+    ``needs`` says in one line what must be at hand that can't be downloaded. ``after`` is the recipe whose run gives
+    the first weights. ``cpu`` is the reduced version for two cores, ``reduction`` what was reduced.
+    """
+
+    config: RunConfig
+    source: str
+    summary: str
+    accuracy: float | None = None
+    figure: str = ""
+    ours: str = NOT_RUN
+    differs: tuple[str, ...] = ()
+    needs: str | None = None
+    after: str | None = None
+    cpu: RunConfig | None = None
+    reduction: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name under which ``dpvision train --recipe`` finds it."""
+        return self.config.name
+
+    @property
+    def command(self) -> str:
+        """What runs it."""
+        return f"dpvision train --recipe {self.name}"
+
+    @property
+    def paper(self) -> str:
+        """The source's figure in one line."""
+        if self.accuracy is None:
+            return self.figure or "no figure"
+        epsilon = self.config.privacy.target_epsilon
+        where = "without privacy" if not self.config.privacy.enabled else f"at epsilon {epsilon:g}" if epsilon else ""
+        return f"{self.accuracy:g} % {where}{f' ({self.figure})' if self.figure else ''}".replace("  ", " ")
+
+    def at(self, scale: str) -> RunConfig:
+        """The configuration at that scale: ``paper`` or ``cpu``."""
+        if scale not in SCALES:
+            raise ArgumentError(f"--scale must be one of {', '.join(SCALES)}, got {scale!r}.")
+        if scale == "paper":
+            return self.config
+        if self.cpu is None:
+            raise ArgumentError(f"recipe {self.name} has no version at --scale {scale}. Run it as it is, or --quick.")
+        return self.cpu
+
+    def lines(self) -> list[str]:
+        """All that there is to say of it."""
+        found = [f"{self.name}: {self.summary}", f"source: {self.source}", f"command: {self.command}"]
+        found += [f"needs: {self.needs}"] if self.needs else []
+        found += [f"first: dpvision train --recipe {self.after}"] if self.after else []
+        found += [f"paper: {self.paper}", f"ours: {self.ours}"]
+        found += [f"differs: {text}" for text in self.differs]
+        if self.cpu is not None:
+            found.append(f"reduced: {self.command} --scale cpu ({self.reduction})")
+        return [*found, f"smoke test: {self.command} --quick"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "name": self.name,
+            "source": self.source,
+            "summary": self.summary,
+            "command": self.command,
+            "paper": self.paper,
+            "paper_accuracy": self.accuracy,
+            "ours": self.ours,
+            "differs": list(self.differs),
+            "needs": self.needs,
+            "after": self.after,
+            "reduction": self.reduction or None,
+            "config": self.config.model_dump(mode="json"),
+            "cpu": None if self.cpu is None else self.cpu.model_dump(mode="json"),
+        }
+
+
+def changed(config: RunConfig, **sections: Any) -> RunConfig:
+    """The configuration with other values: a mapping updates a section, anything else replaces it. Checked anew."""
+    values = config.model_dump()
+    for name, update in sections.items():
+        both = isinstance(update, Mapping) and isinstance(values[name], Mapping)
+        values[name] = {**values[name], **update} if both else update
+    return RunConfig.model_validate(values)

@@ -1,0 +1,395 @@
+"""What the runs of a table show: the figures of finished ones, statistics over repeats, and what came to nothing.
+
+Runs the rows of a table, one after the other, in a folder from which it can go on.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, final
+
+from dpvision.config import RunConfig, parse_config
+from dpvision.errors import ArgumentError, DPVisionError, Problems, TamperError
+from dpvision.papers import find_recipe
+from dpvision.papers.quick import MEANS_NOTHING, quick_config
+from dpvision.papers.recipe import Recipe, changed
+from dpvision.papers.recipe_data import place_data
+from dpvision.papers.table_cost import Bill, composed, read_bills, released_together
+from dpvision.papers.table_page import draw_table, markdown
+from dpvision.papers.tables import Row, Table
+from dpvision.release.verify import verify
+from dpvision.storage.files import disk_errors, parse_object, read_file, write_atomically
+from dpvision.storage.run_folder import CERTIFICATE, METRICS, RunFolder
+from dpvision.training import Watcher, resume, train
+from dpvision.training.callbacks import Silence
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """One finished run, read from its release. ``accuracy`` is in percent; for masks it is the Dice of a picture."""
+
+    repeat: int
+    run: str
+    accuracy: float
+    top5: float | None
+    certificate: dict[str, Any]
+
+    @property
+    def epsilon(self) -> float | None:
+        """What this run alone guarantees; None without privacy."""
+        return self.certificate["epsilon"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "repeat": self.repeat,
+            "run": self.run,
+            "accuracy": self.accuracy,
+            "top5": self.top5,
+            "epsilon": self.epsilon,
+            "delta": self.certificate["delta"],
+            "steps": self.certificate["steps_taken"],
+            "for_release": self.certificate["for_release"],
+            "stamps": list(self.certificate["stamps"]),
+        }
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A run that did not come to its end. ``reason`` may depend on private data: only ``kind`` is written down."""
+
+    repeat: int
+    kind: str
+    reason: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """What may be told of it."""
+        return {"repeat": self.repeat, "kind": self.kind}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RowResult:
+    """A row with what its runs showed; ``bills`` are those of all runs of its recipe that lie in the folder."""
+
+    row: Row
+    runs: tuple[Figures, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    bills: tuple[Bill, ...] = ()
+
+    @property
+    def accuracies(self) -> list[float]:
+        """In percent, in the order of the repeats."""
+        return [run.accuracy for run in self.runs]
+
+    @property
+    def median(self) -> float | None:
+        """The middle one."""
+        return statistics.median(self.accuracies) if self.runs else None
+
+    @property
+    def mean(self) -> float | None:
+        """The mean."""
+        return statistics.fmean(self.accuracies) if self.runs else None
+
+    @property
+    def std(self) -> float | None:
+        """The standard deviation of the sample; one run has none."""
+        return statistics.stdev(self.accuracies) if len(self.runs) > 1 else None
+
+    @property
+    def best(self) -> float | None:
+        """The largest: a look at the test set chose it."""
+        return max(self.accuracies, default=None)
+
+    @property
+    def epsilon(self) -> float | None:
+        """What the costliest of the runs guarantees by itself."""
+        return max((run.epsilon for run in self.runs if run.epsilon is not None), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        recipe = self.row.recipe
+        return {
+            "row": self.row.name,
+            "label": self.row.label,
+            "command": recipe.command,
+            "paper": recipe.accuracy,
+            "paper_words": recipe.paper,
+            "epsilon": self.epsilon,
+            "n": len(self.runs),
+            "median": self.median,
+            "mean": self.mean,
+            "std": self.std,
+            "best": self.best,
+            "together": composed(self.bills) if self.bills else None,
+            "runs": [run.to_dict() for run in self.runs],
+            "failed": [failure.to_dict() for failure in self.failures],
+        }
+
+
+def is_begun(run: Path) -> bool:
+    """Whether there is something of a run in that folder."""
+    return run.is_dir() and any(run.iterdir())
+
+
+def is_finished(run: Path) -> bool:
+    """Whether the run in that folder was released after the last step of its plan."""
+    folder = RunFolder.open(run)
+    if not (folder.release / CERTIFICATE).exists():
+        return False
+    curve = _read(folder.release / METRICS).get("curve")
+    config: RunConfig = parse_config(folder.read_config())
+    return bool(curve) and curve[-1].get("step") == config.privacy.steps
+
+
+def read_figures(run: Path, *, repeat: int) -> Figures:
+    """The figures of a finished run. A release that does not verify is refused."""
+    found = verify(run)
+    if not found.ok:
+        raise TamperError(f"{run} is not in order: {found.problems[0]}")
+    release = RunFolder.open(run).release
+    final_metrics = _read(release / METRICS).get("final", {})
+    figure = final_metrics.get("dice", final_metrics.get("accuracy"))
+    if not isinstance(figure, float):
+        raise DPVisionError(f"{run} has no accuracy and no Dice in its {METRICS}.")
+    top5 = final_metrics.get("top5")
+    return Figures(
+        repeat=repeat,
+        run=str(run),
+        accuracy=100 * figure,
+        top5=None if top5 is None else 100 * top5,
+        certificate=_read(release / CERTIFICATE),
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return parse_object(read_file(path), name=str(path))
+
+
+def json_text(values: dict[str, Any]) -> str:
+    """Readable JSON."""
+    return json.dumps(values, indent=2, allow_nan=False) + "\n"
+
+
+SCALES: Final = ("paper", "cpu", "quick")
+JSON, PAGE, CHART = "table.json", "table.md", "table.svg"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be run. ``rows`` are names or patterns; none means all."""
+
+    table: Table
+    folder: Path
+    scale: str = "paper"
+    repeats: int = 1
+    rows: tuple[str, ...] = ()
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        problems.count("repeats", self.repeats)
+        problems.require(self.scale in SCALES, f"--scale must be one of {', '.join(SCALES)}, got {self.scale!r}.")
+        problems.raise_if_any()
+
+    def run_folder(self, recipe: Recipe, repeat: int) -> Path:
+        """Where a run of that recipe lives."""
+        return self.folder / "runs" / recipe.name / str(repeat)
+
+    def asked(self, recipe: Recipe) -> RunConfig:
+        """The recipe at this scale, as it is written down: without a place on this machine."""
+        if self.scale == "quick":
+            return changed(recipe.config, name=f"{recipe.name}-quick")
+        return recipe.at(self.scale)
+
+    def config(self, recipe: Recipe) -> RunConfig:
+        """The recipe at this scale, its data in place."""
+        if self.scale == "quick":
+            return quick_config(recipe.config, self.folder.resolve() / "made-up")
+        return place_data(self.asked(recipe))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What came of a job, and the files that tell it.
+
+    ``sources`` are runs that gave first weights to others; ``bills`` are those of all runs in the folder.
+    """
+
+    job: Job
+    results: tuple[RowResult, ...]
+    sources: tuple[Figures, ...] = ()
+    bills: tuple[Bill, ...] = ()
+    interrupted: bool
+    written: tuple[Path, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        """Whether any run failed."""
+        return any(result.failures for result in self.results)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        job = self.job
+        return {
+            "table": job.table.name,
+            "title": job.table.title,
+            "scale": job.scale,
+            "smoke_test": MEANS_NOTHING if job.scale == "quick" else None,
+            "repeats": job.repeats,
+            "interrupted": self.interrupted,
+            "rows": [result.to_dict() for result in self.results],
+            "sources": [run.to_dict() for run in self.sources],
+            **released_together(self.bills),
+        }
+
+
+@dataclass
+class _Progress:
+    """What is known so far."""
+
+    runs: dict[str, list[Figures]] = field(default_factory=dict)
+    failures: dict[str, list[Failure]] = field(default_factory=dict)
+    sources: dict[str, Figures] = field(default_factory=dict)
+
+
+class _Stopped(Exception):
+    """Somebody asked a run to stop."""
+
+
+class Unfinished(DPVisionError):
+    """A run ended before the last step of its plan."""
+
+
+def reproduce(job: Job, *, watcher: Watcher | None = None) -> Report:
+    """Run what is not run yet, and write the table.
+
+    Finished runs are read from their certificates, begun ones go on. A run that fails is written down and does not stop
+    the others; why it failed is said to ``watcher`` alone. The files are written anew after every run, so that an
+    interruption costs nothing.
+    """
+    watcher = watcher or Silence()
+    rows = job.table.choose(job.rows)
+    for row in rows:
+        _require_same(job, row.recipe)
+    progress = _Progress()
+    interrupted = False
+    try:
+        for repeat in range(1, job.repeats + 1):
+            for row in rows:
+                _run_row(job, row, repeat, progress, watcher)
+                _write(_report(job, rows, progress, interrupted=False), picture=False)
+    except (_Stopped, KeyboardInterrupt):
+        interrupted = True
+    return _write(_report(job, rows, progress, interrupted=interrupted), picture=True)
+
+
+def _require_same(job: Job, recipe: Recipe) -> None:
+    """Refuse a folder in which this row was run with another configuration."""
+    path = job.folder / "runs" / recipe.name / "recipe.json"
+    if path.exists() and read_file(path) != _asked_text(job, recipe).encode():
+        raise ArgumentError(
+            f"{path.parent} holds runs of another configuration of {recipe.name} (another scale or version). "
+            "Choose another --output."
+        )
+
+
+def _asked_text(job: Job, recipe: Recipe) -> str:
+    try:
+        return job.asked(recipe).to_json()
+    except ArgumentError:  # no version at this scale: said where the row is run
+        return ""
+
+
+def _run_row(job: Job, row: Row, repeat: int, progress: _Progress, watcher: Watcher) -> None:
+    """One run of a row, or a note why there is none."""
+    started = time.monotonic()
+    try:
+        if row.recipe.after is not None and row.recipe.after not in progress.sources:
+            source = find_recipe(row.recipe.after)
+            _require_same(job, source)
+            progress.sources[source.name] = _figures_of(job, source, 1, watcher)
+        figures = _figures_of(job, row.recipe, repeat, watcher)
+    except (DPVisionError, RuntimeError, MemoryError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        failure = Failure(repeat=repeat, kind=type(error).__name__, reason=reason)
+        progress.failures.setdefault(row.name, []).append(failure)
+        watcher.said(f"{row.label}, run {repeat}: failed: {reason}")
+        return
+    progress.runs.setdefault(row.name, []).append(figures)
+    seconds = time.monotonic() - started
+    watcher.said(f"{row.label}, run {repeat}: {figures.accuracy:.2f} % ({seconds:.0f} s)")
+
+
+def _figures_of(job: Job, recipe: Recipe, repeat: int, watcher: Watcher) -> Figures:
+    run = job.run_folder(recipe, repeat)
+    if is_begun(run):
+        _finish(run, lambda: resume(run, device=job.device, watcher=watcher))
+    else:
+        config = job.config(recipe)
+        if recipe.after is not None and config.transfer is not None:
+            source = job.run_folder(find_recipe(recipe.after), 1).resolve()  # one run for all rows and repeats
+            config = changed(config, transfer={"weights": str(source)})
+        _note_asked(job, recipe)
+        # A smoke test must never pass for a release: a seed set by hand stamps it.
+        seed = repeat if job.scale == "quick" else None
+        _finish(run, lambda: train(config, run=run, seed=seed, device=job.device, watcher=watcher))
+    return read_figures(run, repeat=repeat)
+
+
+def _note_asked(job: Job, recipe: Recipe) -> None:
+    path = job.folder / "runs" / recipe.name / "recipe.json"
+    with disk_errors(f"write {path}"):
+        write_atomically(path, _asked_text(job, recipe).encode())
+
+
+def _finish(run: Path, go: Callable[[], Any]) -> None:
+    """Bring the run to its end, unless it is there."""
+    if is_begun(run) and is_finished(run):
+        return
+    outcome = go().outcome
+    if outcome == "stopped":
+        raise _Stopped
+    if outcome != "finished":
+        raise Unfinished(
+            f"{run} spent its budget before the last step of its plan: it forked, and repeated steps were charged. "
+            "It gives no figure; more --repeats give another run."
+        )
+
+
+def _report(job: Job, rows: tuple[Row, ...], progress: _Progress, *, interrupted: bool) -> Report:
+    bills = read_bills(job.folder, smoke_test=job.scale == "quick")
+    results = tuple(
+        RowResult(
+            row=row,
+            runs=tuple(progress.runs.get(row.name, ())),
+            failures=tuple(progress.failures.get(row.name, ())),
+            bills=tuple(bill for bill in bills if bill.recipe == row.name),
+        )
+        for row in rows
+    )
+    sources = tuple(run for name, run in progress.sources.items() if name not in {row.name for row in rows})
+    return Report(job=job, results=results, sources=sources, bills=bills, interrupted=interrupted)
+
+
+def _write(report: Report, *, picture: bool) -> Report:
+    values = report.to_dict()
+    contents = {JSON: json_text(values).encode(), PAGE: markdown(values).encode()}
+    if picture:
+        contents[CHART] = draw_table(values)
+    folder = report.job.folder
+    with disk_errors(f"write the table into {folder}"):
+        for name, content in contents.items():
+            write_atomically(folder / name, content)
+    written = tuple(folder / name for name in contents)
+    return replace(report, written=written)

@@ -1,0 +1,1 @@
+"""The privacy guarantee: what is sampled, clipped, noised, divided, charged and handed to the optimizer."""

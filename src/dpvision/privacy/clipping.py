@@ -1,0 +1,136 @@
+"""From per-unit gradients to the factors that clip them: one factor a unit, or one for each layer of a unit.
+
+Shapes: U units.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from dpvision.errors import Problems
+
+if TYPE_CHECKING:
+    from dpvision.gradients.layer_gradient import Share
+from dpvision.kernels import clip_factors as kernel
+from dpvision.privacy.mechanism import CLIPPINGS, Clipping
+
+SLACK: Final = 32
+"""Room below ``clip_norm`` in units of the parameters' rounding, so that rounding can't push a unit above it."""
+
+GAMMA: Final = 0.01
+"""What automatic clipping adds to every norm before it divides by it: a public constant (Bu et al. 2022)."""
+
+Factors = dict[nn.Parameter, Tensor]
+"""Of every parameter, each unit's factor. Parameters that are clipped together share one tensor."""
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Clip:
+    """What bounds a unit: the style, and which parameters are clipped together and how far.
+
+    Guarantee: a unit's gradient times its factors is at most ``clip_norm`` long, all parameters together.
+    """
+
+    clipping: Clipping
+    bound: float
+    groups: Mapping[nn.Parameter, str]
+
+    @staticmethod
+    def of(parameters: dict[str, nn.Parameter], *, clip_norm: float, clipping: Clipping = "flat") -> Clip:
+        """One group of all parameters, or one for each layer.
+
+        With L layers each is clipped to clip_norm/√L, whatever the others need. ``parameters`` are all that train, so
+        that L is a fact of the model: not of the units, nor of how the engine runs it.
+        """
+        problems = Problems()
+        problems.positive("clip_norm", clip_norm)
+        problems.require(clipping in CLIPPINGS, f"clipping must be one of {', '.join(CLIPPINGS)}, got {clipping!r}.")
+        problems.raise_if_any()
+        by_layer = clipping == "per_layer"
+        groups = {p: name.rpartition(".")[0] if by_layer else "" for name, p in parameters.items()}
+        return Clip(clipping, clip_norm / math.sqrt(max(1, len(set(groups.values())))), groups)
+
+    @torch.no_grad()
+    def factors(self, shares: dict[nn.Parameter, Share], real_U: Tensor) -> tuple[Factors, Tensor | None]:
+        """Factors for units whose gradient is made of ``shares``; and the units that must not be touched at all.
+
+        A unit that is not finite in one layer is left out of all of them.
+        """
+        parts: dict[str, list[Tensor]] = {}
+        for parameter, share in shares.items():
+            parts.setdefault(self.groups[parameter], []).append(share.norms_sq().double())
+        limits = Limits.of(self.bound, frozenset(parameter.dtype for parameter in shares), clipping=self.clipping)
+        by_group, dead_U = _factors_by_kernel(parts, real_U, limits) or _factors(parts, real_U, limits)
+        return {parameter: by_group[self.groups[parameter]] for parameter in shares}, dead_U
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """A factor is ``below / (norm + added)``, but at most ``most``, and zero if that is less than ``least``."""
+
+    below: float
+    added: float
+    most: float
+    least: float
+
+    @staticmethod
+    @functools.lru_cache(maxsize=16)
+    def of(bound: float, dtypes: frozenset[torch.dtype], *, clipping: Clipping) -> Limits:
+        """Those for which factor · norm stays below ``bound`` when both are rounded to any of these kinds of floats.
+
+        Factors below the smallest normal number are zero: rounding could make them much larger.
+        """
+        kinds = [torch.finfo(dtype) for dtype in dtypes]
+        below = bound * (1 - SLACK * max((kind.eps for kind in kinds), default=0.0))
+        least = max((kind.tiny for kind in kinds), default=0.0)
+        if clipping == "automatic":
+            return Limits(below=below, added=GAMMA, most=math.inf, least=least)
+        return Limits(below=below, added=0.0, most=1.0, least=least)
+
+
+Parts = dict[str, list[Tensor]]
+"""Of everything that is clipped together, the units' squared norms, which add up."""
+ByGroup = tuple[dict[str, Tensor], Tensor | None]
+"""Of everything that is clipped together, the units' factors; and the units that have no norm, if there are any."""
+
+
+def _factors(parts: Parts, real_U: Tensor, limits: Limits) -> ByGroup:
+    norms_sq = {group: functools.reduce(torch.add, some) for group, some in parts.items()}
+    finite_U = functools.reduce(torch.logical_and, map(_is_norm, norms_sq.values()), real_U.new_ones(()))
+    by_group = {group: clip_factors(some_U, finite_U & real_U, limits) for group, some_U in norms_sq.items()}
+    return by_group, None if bool(finite_U.all()) else ~finite_U
+
+
+def _is_norm(norms_sq_U: Tensor) -> Tensor:
+    return norms_sq_U.isfinite() & (norms_sq_U >= 0)
+
+
+def _factors_by_kernel(parts: Parts, real_U: Tensor, limits: Limits) -> ByGroup | None:
+    """The same by a kernel, if there is one and every unit has a norm."""
+    by_group: dict[str, Tensor] = {}
+    for group, some in parts.items():
+        factor_U = kernel.clip_factors(
+            some, real_U, below=limits.below, added=limits.added, most=limits.most, least=limits.least
+        )
+        if factor_U is None:
+            return None
+        by_group[group] = factor_U
+    return by_group, None
+
+
+def clip_factors(norms_sq_U: Tensor, counted_U: Tensor, limits: Limits) -> Tensor:
+    """The factor of every unit, from the squared norm of what is clipped together.
+
+    Guarantee: factor · norm ≤ bound; exactly zero for units that don't count, whatever their norm is.
+    """
+    factor_U = (limits.below / (norms_sq_U.sqrt() + limits.added)).clamp(max=limits.most)
+    return torch.where(counted_U & (factor_U >= limits.least), factor_U, 0.0)

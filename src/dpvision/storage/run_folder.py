@@ -1,0 +1,461 @@
+"""Public test pictures with what a model made of them, as one file of a release. No torch.
+
+A picture may be given away only where whoever configured the run named it as public; ``training.examples`` sees to it.
+
+The folder of one run: who may write to it, and in which order its files appear.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, final, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpvision.errors import ArgumentError, DPVisionError, PrivacyError, TamperError
+from dpvision.privacy.ledger import Ledger, read_ledger
+from dpvision.privacy.randomness import Keys
+from dpvision.storage.checkpoint import Checkpoint, inspect_checkpoints, latest_checkpoint, save_checkpoint
+from dpvision.storage.files import (
+    disk_errors,
+    file_sha256,
+    json_bytes,
+    ledger_mark,
+    parse_object,
+    read_file,
+    sha256_hex,
+    sync_folder,
+    tensors_of,
+    write_atomically,
+)
+
+# Shapes: K examples, C channels, H × W pixels.
+
+
+EXAMPLES = "examples.safetensors"
+Rank = Literal["best", "median", "worst"]
+Pixels = NDArray[np.uint8]
+_MOST_EXAMPLES = 32
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Example:
+    """One picture: bytes, the class of every pixel as it is and as it was predicted, and how well they agree."""
+
+    rank: Rank
+    dice: float
+    owner: str | None
+    image_CHW: Pixels
+    truth_HW: Pixels
+    predicted_HW: Pixels
+
+
+def examples_bytes(examples: Sequence[Example]) -> bytes:
+    """The examples as the bytes of a safetensors file; equal examples give equal bytes."""
+    from safetensors.numpy import save
+
+    words = [{"rank": each.rank, "dice": each.dice, "owner": each.owner} for each in examples]
+    arrays = {
+        "images": np.stack([each.image_CHW for each in examples]),
+        "truth": np.stack([each.truth_HW for each in examples]),
+        "predicted": np.stack([each.predicted_HW for each in examples]),
+    }
+    return save(arrays, {"examples": json.dumps(words, allow_nan=False)})
+
+
+def parse_examples(content: bytes, *, name: str) -> tuple[Example, ...]:
+    """The examples of a file, whatever its bytes are; ``TamperError`` if they are none."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        arrays = load(content)
+        header = parse_object(content[8 : 8 + int.from_bytes(content[:8], "little")], name=name)
+        words = json.loads(header["__metadata__"]["examples"])
+        images, truth, predicted = (_bytes_of(arrays[key]) for key in ("images", "truth", "predicted"))
+        _require(len(words) <= _MOST_EXAMPLES and len(images) == len(truth) == len(predicted) == len(words))
+        _require(images.ndim == 4 and images.shape[1] in (1, 3) and 0 not in images.shape)
+        _require(truth.shape == predicted.shape == (len(words), *images.shape[2:]))
+        parts = zip(words, images, truth, predicted, strict=True)
+        return tuple(_example(each, *pixels) for each, *pixels in parts)
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise TamperError(f"{name} is not what dpvision writes: {error}.") from error
+
+
+def _example(words: dict[str, Any], image: Pixels, truth: Pixels, predicted: Pixels) -> Example:
+    rank, dice, owner = words["rank"], words["dice"], words["owner"]
+    _require(rank in get_args(Rank) and type(dice) is float and 0 <= dice <= 1)
+    _require(owner is None or isinstance(owner, str))
+    return Example(rank=rank, dice=dice, owner=owner, image_CHW=image, truth_HW=truth, predicted_HW=predicted)
+
+
+def _bytes_of(array: NDArray[Any]) -> Pixels:
+    _require(array.dtype == np.uint8)
+    return array
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise ValueError("its examples don't fit together")
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LEDGER, CONFIG, WEIGHTS, METRICS = "ledger.jsonl", "config.json", "weights.safetensors", "metrics.json"
+REPORT, CERTIFICATE, MANIFEST = "report.html", "certificate.json", "manifest.json"
+CERTIFICATE_PAGE, CARD, SIGNATURE = "certificate.md", "model_card.md", "signature.json"
+_OWN_FILES = frozenset({LEDGER, CONFIG, WEIGHTS, METRICS, CERTIFICATE, MANIFEST, CERTIFICATE_PAGE, CARD, SIGNATURE})
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@final
+@dataclass(frozen=True)
+class StoredKey:
+    """The run's secret and what it is bound to, one binding per fork."""
+
+    keys: Keys
+    run_id: str
+    bindings: tuple[dict[str, str], ...]
+
+
+@final
+class RunFolder:
+    """The folder of one run. The first method that writes locks it against other processes; ``close`` lets it go."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.release = root / "release"
+        self.private = root / "private"
+        self.checkpoints = self.private / "checkpoints"
+        self.ledger_path = self.release / LEDGER
+        self.key_path = self.private / "key.json"
+        self._withdrawn = self.private / "withdrawn-certificate.json"
+        self._unlock: weakref.finalize[[int], RunFolder] | None = None
+
+    @staticmethod
+    def create(path: Path) -> RunFolder:
+        """A new, empty run folder, locked. A folder that holds anything already is left alone."""
+        folder = RunFolder(path)
+        RunFolder.require_new(path)
+        with disk_errors(f"make the run folder {path}"):
+            path.mkdir(parents=True, exist_ok=True)
+            folder._claim()
+            folder.release.mkdir(exist_ok=True)
+            folder.checkpoints.mkdir(mode=0o700, exist_ok=True)
+            sync_folder(path)
+        folder.lock()
+        return folder
+
+    @staticmethod
+    def require_new(path: Path) -> None:
+        """Refuse a folder that holds anything already; nothing is made."""
+        with disk_errors(f"make the run folder {path}"):
+            if path.is_dir() and any(path.iterdir()):
+                raise ArgumentError(f"{path} must be a new or an empty folder. Choose another one, or resume that run.")
+
+    def _claim(self) -> None:
+        """Make ``private/``: of several processes that try to begin a run here, one succeeds."""
+        try:
+            self.private.mkdir(mode=0o700)
+        except FileExistsError as error:
+            raise ArgumentError(f"another run has just begun in {self.root}. Choose another folder.") from error
+
+    @staticmethod
+    def open(path: Path) -> RunFolder:
+        """An existing run folder, for reading; it is locked when it is first written to."""
+        folder = RunFolder(path)
+        if folder.release.is_dir():
+            return folder
+        if any(folder.checkpoints.glob("*.safetensors")):
+            raise TamperError(f"{folder.release} is missing: the ledger was in it. Put it back.")
+        if folder.private.is_dir():
+            raise DPVisionError(
+                f"{path} stopped before its first checkpoint: start it anew elsewhere. Nothing was spent."
+            )
+        raise ArgumentError(f"{path} must be a run folder: it has no release/. Give what dpvision train made.")
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def lock(self) -> None:
+        """Keep other processes from writing here, until ``close`` or the end of this process."""
+        if self._unlock is None:
+            # A folder from somebody else must not lead what is written here to where it does not belong.
+            for folder in (self.release, self.private, self.checkpoints):
+                if folder.is_symlink():
+                    raise TamperError(f"{folder} must be a folder, not a link to one. Put the real one there.")
+            with disk_errors(f"lock {self.root}"):
+                self._unlock = weakref.finalize(self, os.close, _locked(self.private / "lock", self.root))
+
+    def close(self) -> None:
+        """Let other processes write here."""
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
+
+    def save_key(self, keys: Keys, *, run_id: str, bindings: Iterable[Mapping[str, str]]) -> None:
+        """Keep the secret for resuming, readable by its owner only."""
+        values = {
+            "secret": keys.secret.hex(),
+            "context": keys.context,
+            "hand_seeded": keys.hand_seeded,
+            "run_id": run_id,
+            "bindings": [dict(binding) for binding in bindings],
+        }
+        self._write(self.key_path, json_bytes({**values, "sha256": _digest(values)}), mode=0o600)
+
+    def load_key(self) -> StoredKey:
+        """The secret; a changed bit is named, because other noise would pass for the charged one."""
+        values = parse_object(read_file(self.key_path), name=str(self.key_path))
+        claimed = values.pop("sha256", None)
+        if claimed != _digest(values):
+            raise TamperError(f"{self.key_path} was changed: its hash does not fit. Put the old one back.")
+        try:
+            _require_key(values)
+            keys = Keys(bytes.fromhex(values["secret"]), values["context"], hand_seeded=values["hand_seeded"])
+            return StoredKey(keys, values["run_id"], tuple(values["bindings"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise TamperError(f"{self.key_path} is not what dpvision writes: {error}.") from error
+
+    def open_ledger(self) -> Ledger:
+        """The ledger, for writing. It must hold all that a checkpoint or a certificate remembers of it.
+
+        Guarantee: before it grows, the certificate of the shorter ledger is withdrawn.
+        """
+        self.lock()
+        longest = max(self.known_marks().values(), default=None)
+        return Ledger.open(self.ledger_path, at_least=longest, before_growth=self.withdraw_release)
+
+    def known_marks(self) -> dict[str, tuple[int, str]]:
+        """(length, head) of the ledger as each whole checkpoint and each certificate remembers it."""
+        files = inspect_checkpoints(self.checkpoints)
+        marks = {file.path.name: file.ledger for file in files if file.problem is None}
+        for path in (self.release / CERTIFICATE, self._withdrawn):
+            if path.exists() or path.is_symlink():
+                mark = ledger_mark(parse_object(read_file(path), name=str(path)).get("ledger"))
+                if mark is None:
+                    raise TamperError(f"{path} does not say how long the ledger was. Put the old one back.")
+                marks[path.name] = mark
+        return marks
+
+    def save_checkpoint(self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Path:
+        """Write a resume point and keep the last two. ``values["ledger"]`` is ``Ledger.mark`` at this moment."""
+        self.lock()
+        with disk_errors(f"write a checkpoint into {self.checkpoints}"):
+            return save_checkpoint(self.checkpoints, step, tensors, values)
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The newest whole checkpoint, or None before the first. Only damaged ones left: ``TamperError``."""
+        return latest_checkpoint(self.checkpoints)
+
+    def write_config(self, text: str) -> None:
+        """Keep the configuration, public from the start."""
+        self._write(self.release / CONFIG, text.encode())
+
+    def write_whole_config(self, text: str) -> None:
+        """Keep the configuration as it was run, for resuming."""
+        self._write(self.private / CONFIG, text.encode(), mode=0o600)
+
+    def read_whole_config(self) -> str:
+        """The configuration as it was run, paths included."""
+        return read_file(self.private / CONFIG).decode(errors="replace")
+
+    def read_config(self) -> str:
+        """The configuration as it was written."""
+        return read_file(self.release / CONFIG).decode(errors="replace")
+
+    def write_unsafe(self, name: str, values: Mapping[str, Any]) -> None:
+        """Keep figures that were computed from private data without noise: never part of the release."""
+        self._write(self.private / f"unsafe_{_plain(name)}.json", json_bytes(values), mode=0o600)
+
+    def write_release(
+        self,
+        *,
+        weights: bytes,
+        certificate: Mapping[str, Any],
+        metrics: Mapping[str, Any],
+        config: str | None = None,
+        pages: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write the files that may be given away: the certificate near the end, the manifest last.
+
+        ``pages`` are texts about the certificate, by their names.
+
+        Guarantee: at no moment is there a certificate that claims less than the ledger. It is checked against the
+        ledger on disk, and an old one is withdrawn first.
+        """
+        text = self.read_config() if config is None else config
+        self._require_true(certificate, weights=weights, config=text.encode())
+        self.withdraw_release()
+        self.write_config(text)
+        self._write(self.release / WEIGHTS, weights)
+        self._write(self.release / METRICS, json_bytes(metrics))
+        for name, page in (pages or {}).items():
+            self._write(self.release / _plain(name), page.encode())
+        self._write(self.release / CERTIFICATE, json_bytes(certificate))
+        # What somebody else put there is not vouched for.
+        own = [name for name in release_files(self.release) if name in _OWN_FILES or name in (pages or {})]
+        hashes = {name: file_sha256(self.release / name) for name in own}
+        self._write(self.release / MANIFEST, json_bytes(hashes))
+
+    def _require_of_ledger(self, certificate: Mapping[str, Any]) -> None:
+        entries = read_ledger(self.ledger_path)
+        if certificate["ledger"] != {"length": len(entries), "head": entries[-1].hash}:
+            raise PrivacyError("the certificate was not made from the ledger as it is on disk. Build it anew.")
+
+    def _require_true(self, certificate: Mapping[str, Any], *, weights: bytes, config: bytes) -> None:
+        self._require_of_ledger(certificate)
+        if certificate["weights_sha256"] != sha256_hex(weights) or certificate["config_sha256"] != sha256_hex(config):
+            raise PrivacyError("the certificate was made for other weights or another configuration. Build it anew.")
+
+    def withdraw_release(self) -> None:
+        """Take certificate, manifest and all that speaks of them out of ``release/``; keep their marks.
+
+        A page, a report or an audit of the shorter run must not be vouched for by the manifest of the longer one.
+        """
+        self.lock()
+        spoken = (SIGNATURE, MANIFEST, CERTIFICATE_PAGE, CARD, REPORT, EXAMPLES, *self._attachments())
+        with disk_errors(f"withdraw the certificate in {self.release}"):
+            if (self.release / CERTIFICATE).exists():
+                os.replace(self.release / CERTIFICATE, self._withdrawn)
+                sync_folder(self.private)
+            for name in spoken:
+                (self.release / name).unlink(missing_ok=True)
+            self._clear_leftovers()
+            sync_folder(self.release)
+
+    def _attachments(self) -> list[str]:
+        """Names of the files that the certificate names; none if there is no whole one."""
+        try:
+            values = parse_object(read_file(self.release / CERTIFICATE), name=CERTIFICATE)
+            named = [str(each["name"]) for each in values.get("attachments", [])]
+        except (DPVisionError, TypeError, KeyError):
+            return []  # a damaged certificate names nothing: verify will find what is left
+        return [name for name in named if _PLAIN_NAME.fullmatch(name) and name not in _OWN_FILES]
+
+    def add_to_release(self, name: str, content: bytes) -> None:
+        """Write one more file (a report, a model card) into a finished release and its manifest.
+
+        The other files keep the hashes that they had: adding a file does not make a changed one right.
+        """
+        self._require_free(name)
+        self._grow({name: content})
+
+    def attach(self, name: str, content: bytes, *, certificate: Mapping[str, Any], pages: Mapping[str, str]) -> None:
+        """Write one more file that the certificate names, with the certificate, its pages and the manifest.
+
+        A crash leaves a manifest that does not fit; ``dpvision resume`` then writes the release anew.
+        """
+        self._require_free(name)
+        self._require_of_ledger(certificate)
+        texts = {page: text.encode() for page, text in pages.items()}
+        self._grow({name: content, **texts, CERTIFICATE: json_bytes(certificate)})
+
+    def write_signature(self, content: bytes, release: Path) -> None:
+        """Put a signature beside the manifest in ``release``, which may be away from its run and have another name."""
+        if release == self.release and self.private.is_dir():
+            self.lock()
+        with disk_errors(f"write {release / SIGNATURE}"):
+            write_atomically(release / SIGNATURE, content)
+
+    def _require_free(self, name: str) -> None:
+        if _plain(name) in _OWN_FILES:
+            raise ArgumentError(f"{name} is written by the run itself. Choose another name.")
+        if (self.release / SIGNATURE).exists():
+            raise ArgumentError(
+                f"{self.release} is signed, and one more file would break the signature. Delete {SIGNATURE}, and sign "
+                "again after this."
+            )
+
+    def _grow(self, files: Mapping[str, bytes]) -> None:
+        path = self.release / MANIFEST
+        hashes = parse_object(read_file(path), name=str(path))
+        self._clear_leftovers()
+        for name, content in files.items():
+            self._write(self.release / name, content)
+        hashes |= {name: sha256_hex(content) for name, content in files.items()}
+        self._write(path, json_bytes(dict(sorted(hashes.items()))))
+
+    def _clear_leftovers(self) -> None:
+        """Remove what a writer that was killed left of files that it did not finish."""
+        self.lock()
+        for path in (*self.release.glob(".*.tmp"), *self.private.glob(".*.tmp")):
+            path.unlink(missing_ok=True)
+
+    def load_weights(self, *, sha256: str | None = None) -> dict[str, Tensor]:
+        """The released weights, if they are those of that hash; left open, it is the one that the certificate names."""
+        if sha256 is None:
+            certificate = parse_object(read_file(self.release / CERTIFICATE), name=str(self.release / CERTIFICATE))
+            sha256 = certificate.get("weights_sha256")
+        path = self.release / WEIGHTS
+        content = read_file(path, limit=None)
+        if sha256 != sha256_hex(content):
+            raise TamperError(f"{path} is not the file that the certificate names. Get the release anew.")
+        return tensors_of(content, name=str(path))
+
+    def _write(self, path: Path, content: bytes, *, mode: int = 0o644) -> None:
+        self.lock()
+        with disk_errors(f"write {path}"):
+            write_atomically(path, content, mode=mode)
+
+
+def release_files(release: Path) -> list[str]:
+    """Every file below ``release/`` but the manifest and its signature, links included, by relative name."""
+    files = (path for path in release.rglob("*") if path.is_symlink() or not path.is_dir())
+    names = (path.relative_to(release).as_posix() for path in files)
+    return sorted(name for name in names if name not in {MANIFEST, SIGNATURE})
+
+
+def _locked(path: Path, root: Path) -> int:
+    """A descriptor that holds the lock; the system drops it when the process ends, however it ends."""
+    import fcntl  # not on every system; reading needs no lock
+
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    except BlockingIOError as error:
+        owner = os.pread(descriptor, 20, 0).decode(errors="replace") or "unknown"
+        os.close(descriptor)
+        raise DPVisionError(f"{root} is in use by process {owner}. Wait until it ends, or stop it.") from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _require_key(values: dict[str, Any]) -> None:
+    """Texts where there are texts: whoever can write the file can mend its hash."""
+    bindings = values["bindings"]
+    facts = [each for binding in bindings for each in binding.items()] if bindings else []
+    texts = [values["context"], values["run_id"], *(part for fact in facts for part in fact)]
+    if not (facts and isinstance(bindings, list) and all(isinstance(text, str) for text in texts)):
+        raise ValueError("its fields are not texts")
+    if not (type(values["hand_seeded"]) is bool and "".join(texts).isascii()):
+        raise ValueError("its fields are not plain texts")
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return sha256_hex(json.dumps(values, sort_keys=True).encode())
+
+
+def _plain(name: str) -> str:
+    if not _PLAIN_NAME.fullmatch(name):
+        raise ArgumentError(f"a file name must be plain letters, digits, dots and dashes, got {name!r}.")
+    return name

@@ -1,0 +1,97 @@
+"""What a run takes as public, and which looks at data it does not charge: said in the ledger and the certificate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dpvision.accounting import mechanism_guarantee
+from dpvision.config import RunConfig, ViewsConfig
+from dpvision.privacy.ledger import Ledger
+from dpvision.release.statements import HELD_OUT, SHOWN_PICTURES, TEST_SPLIT
+from dpvision.training.initial_weights import KNOWN_WEIGHTS
+from dpvision.training.lineage import note_ancestry, transfer_declarations
+from dpvision.training.prepare import Pictures, extra_charges
+from dpvision.training.stages import mirrored
+from dpvision.training.trainer import may_show_pictures
+
+
+def declarations(config: RunConfig, pictures: Pictures) -> list[tuple[str, str]]:
+    """Pairs of (what, how) for everything that is declared instead of charged."""
+    found = [("privacy units", units_come_from(config, pictures)), (TEST_SPLIT, test_split(config, pictures))]
+    found += rows_of_owners(config)
+    if may_show_pictures(config):
+        found.append(
+            (
+                SHOWN_PICTURES,
+                "a few, with their masks, their owners' names and the model's masks: whoever named them declares them "
+                "public, and so are figures by owner",
+            )
+        )
+    if config.data.normalisation == "published":
+        of_weights = config.transfer is not None and config.transfer.weights in KNOWN_WEIGHTS
+        what = config.transfer.weights if config.transfer is not None and of_weights else config.data.source
+        found.append(("normalisation constants", f"published for {what}"))
+    elif config.data.normalisation in {"fixed", "none"}:
+        found.append(("normalisation constants", "fixed numbers that no data chose"))
+    constants = None if config.model is None else config.model.options.get("constants")
+    if constants is not None:
+        found.append(("feature constants", f"computed from {constants}, which is declared public"))
+    if config.schedule.kind == "plateau":
+        found.append(("learning-rate schedule", "follows the loss on the test split, which is declared public"))
+    if config.views != ViewsConfig():
+        found.append(("views of a picture", views_text(config)))
+    return [*found, *transfer_declarations(config, planned_epsilon=planned_epsilon(config))]
+
+
+def note_declarations(ledger: Ledger, config: RunConfig, pictures: Pictures) -> None:
+    """Write all that is declared into the ledger. What stands there already is not written again."""
+    for what, how in declarations(config, pictures):
+        ledger.note("declare", {"what": what, "how": how})
+    note_ancestry(ledger, config)
+
+
+def planned_epsilon(config: RunConfig) -> float | None:
+    """What the whole plan spends: a bound on what the run spends, because the budget is a wall."""
+    if not config.privacy.enabled or config.privacy.delta is None:
+        return None
+    return mechanism_guarantee(config.mechanism, delta=config.privacy.delta, extra=extra_charges(config)).epsilon
+
+
+def views_text(config: RunConfig) -> str:
+    """How pictures are varied."""
+    if mirrored(config.views) and config.cache_features != "off":
+        return "each picture and its mirror image, averaged before the clip, wherever features are kept"
+    return f"{config.views.count} a picture, averaged before the clip; how they vary is in the configuration"
+
+
+def units_come_from(config: RunConfig, pictures: Pictures) -> str:
+    """Who said which rows belong together."""
+    data, alone = config.data, "each picture is a unit of its own"
+    if pictures.train.owners is None:
+        return alone
+    if data.unit_csv is not None:
+        owners = f"a CSV of file and unit{f', column {data.unit_column}' if data.unit_column else ''}"
+    elif data.unit_column is not None:
+        owners = f"the column {data.unit_column}"
+    elif data.unit_folder_level is not None:
+        owners = f"folder level {data.unit_folder_level}"
+    elif data.unit_pattern is not None:
+        owners = f"the pattern {data.unit_pattern} in a file's name"
+    else:
+        owners = "the name of each volume"
+    return owners if data.units != "rows" else f"{alone}, also where one owner has several (owners: {owners})"
+
+
+def rows_of_owners(config: RunConfig) -> list[tuple[str, str]]:
+    """How many rows an owner may have, where that is bounded."""
+    most = config.privacy.most_rows_per_owner
+    if most is None:
+        return []
+    return [("rows of an owner", f"at most {most}, the first in the order of the data; the others are not trained on")]
+
+
+def test_split(config: RunConfig, pictures: Pictures) -> str:
+    """Where the test pictures come from."""
+    if pictures.held_out:
+        return f"{config.data.holdout_fraction:.0%} of the units, {HELD_OUT}"
+    return f"{Path(config.data.test or config.data.source).name}, declared public"

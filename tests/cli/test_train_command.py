@@ -1,0 +1,217 @@
+"""The command line as a stranger uses it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from dpvision.cli import app
+from dpvision.release.verify import verify
+from tiny_runs import made_up_pictures, tiny_config, write_pictures
+
+COMMANDS = ("train", "resume", "plan", "epsilon", "calibrate", "evaluate", "predict", "verify", "report", "check")
+COMMANDS += ("models", "recipes", "reproduce", "sign", "keygen", "audit")
+
+
+def dpvision(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def class_folders(tmp_path: Path) -> Path:
+    images, labels = made_up_pictures(120)
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        folder = tmp_path / "scans" / f"class {label}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.kron(image[0], np.ones((5, 4), np.uint8))).save(folder / f"{number}.png")
+    return tmp_path / "scans"
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path) -> Path:
+    config = tmp_path / "run.json"
+    pictures = write_pictures(tmp_path / "pictures.npz")
+    config.write_text(tiny_config(pictures).to_json())
+    result = dpvision(*tiny_arguments(pictures), "--output", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    return tmp_path / "run"
+
+
+def tiny_arguments(pictures: Path) -> list[str]:
+    text = f"train {pictures} --model linear --target-epsilon 4 --delta 1e-3 --steps 8 --expected-batch-size 20"
+    return [*text.split(), "--learning-rate", "0.5", "--evaluations", "2"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    result = dpvision(command, "--help")
+    assert result.exit_code == 0
+    assert f"dpvision {command}" in result.output.replace("\n", " ")
+    assert "Example" in result.output
+
+
+def test_a_folder_of_class_folders_needs_nothing_but_a_target(class_folders: Path, tmp_path: Path) -> None:
+    result = dpvision(
+        "train", class_folders, "--target-epsilon", "3", "--steps", "5", "--json", "--output", tmp_path / "r"
+    )
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert 0 < figures["epsilon"] <= 3
+    assert figures["delta"] < 1 / 108
+    assert Path(figures["report"]).read_text().startswith("<!")
+    assert verify(tmp_path / "r").ok
+    for setting in ("model", "expected_batch_size", "delta", "optimizer", "clip_norm"):
+        assert f"{setting} = " in result.stderr, "what was chosen must be said"
+    assert "held out" in result.stderr
+
+
+def test_a_named_test_folder_is_used_instead_of_a_held_out_part(class_folders: Path, tmp_path: Path) -> None:
+    public = shutil.copytree(class_folders, tmp_path / "public")
+    arguments = ("--target-epsilon", "3", "--steps", "3", "--test", public, "--output", tmp_path / "r")
+    result = dpvision("train", class_folders, "--num-units", "119", *arguments)
+    assert result.exit_code == 0, result.output
+    assert "held out" not in result.stderr
+    certificate = json.loads((tmp_path / "r" / "release" / "certificate.json").read_text())
+    assert certificate["mechanism"]["num_units"] == 119
+
+
+def test_a_run_can_be_evaluated_verified_reported_and_used(tiny_run: Path, class_folders: Path) -> None:
+    evaluated = dpvision("evaluate", tiny_run, "--json")
+    assert evaluated.exit_code == 0, evaluated.output
+    figures = json.loads((tiny_run / "release" / "metrics.json").read_text())
+    assert json.loads(evaluated.stdout)["accuracy"] == figures["final"]["accuracy"]
+    assert dpvision("verify", tiny_run).exit_code == 0
+    assert dpvision("report", tiny_run).exit_code == 0
+    picture = next(class_folders.rglob("*.png"))
+    predicted = dpvision("predict", tiny_run, picture, "--json")
+    assert predicted.exit_code == 0, predicted.output
+    (answer,) = json.loads(predicted.stdout)["predictions"]
+    assert 1 / 3 <= answer["probability"] <= 1
+
+
+def test_a_tampered_run_is_named_with_exit_code_1(tiny_run: Path) -> None:
+    path = tiny_run / "release" / "certificate.json"
+    path.write_text(path.read_text().replace('"epsilon": ', '"epsilon": 0.0001, "was": ', 1))
+    result = dpvision("verify", tiny_run)
+    assert result.exit_code == 1
+    assert "certificate" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "train",
+        "train nowhere --target-epsilon 3",
+        "train digits",
+        "train digits --target-epsilon nan",
+        "train digits --target-epsilon -1",
+        "train digits --target-epsilon 3 --delta 2",
+        "train digits --target-epsilon 3 --expected-batch-size 99999",
+        "train digits --target-epsilon 3 --model nonsense",
+        "train digits --target-epsilon 3 --model linear --option nonsense=1",
+        "train digits --target-epsilon 3 --option novalue",
+        "train digits --target-epsilon 3 --normalisation published --noise-multiplier 0.01",
+        "train --recipe nonsense",
+        "train --config nowhere.toml",
+        "resume nowhere",
+        "evaluate nowhere",
+        "predict nowhere picture.png",
+        "report nowhere",
+        "verify nowhere",
+        "check nonsense",
+        "check nowhere.py:make",
+    ],
+)
+def test_nonsense_is_one_line_exit_code_2_and_nothing_written(
+    arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = dpvision(*arguments.split())
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.output
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_corrupt_picture_is_named_and_stops_the_run_or_is_skipped_and_counted(
+    class_folders: Path, tmp_path: Path
+) -> None:
+    bad = class_folders / "class 0" / "bad.png"
+    bad.write_bytes(b"\x89PNG nonsense")
+    arguments = ("train", class_folders, "--target-epsilon", "3", "--steps", "2", "--output", tmp_path / "r")
+    refused = dpvision(*arguments)
+    assert refused.exit_code == 2
+    assert "bad.png" in refused.stderr
+    assert not (tmp_path / "r").exists()
+    skipped = dpvision(*arguments, "--skip-bad")
+    assert skipped.exit_code == 0, skipped.output
+    assert "skipped 1" in skipped.stderr
+
+
+def test_check_names_the_module_that_mixes_pictures(tmp_path: Path) -> None:
+    code = "from torch import nn\n\n\ndef make():\n    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten()\n"
+    code += "    return nn.Sequential(*layers, nn.Linear(3600, 10))\n"
+    (tmp_path / "mine.py").write_text(code)
+    result = dpvision("check", f"{tmp_path / 'mine.py'}:make", "--json")
+    assert result.exit_code == 1
+    findings = json.loads(result.stdout)["findings"]
+    assert any(finding["fatal"] and finding["module"].startswith("1") for finding in findings)
+    (change,) = json.loads(result.stdout)["make_private_ready"]
+    assert "GroupNorm" in change
+    assert dpvision("check", "resnet9").exit_code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops_cleanly_and_the_run_can_go_on(tmp_path: Path, number: signal.Signals) -> None:
+    pictures = write_pictures(tmp_path / "pictures.npz")
+    long = [part if part != "8" else "4000" for part in tiny_arguments(pictures)]
+    command = [sys.executable, "-m", "dpvision", *long, "--unsafe-seed", "1", "--output", str(tmp_path / "run")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        ledger = tmp_path / "run" / "release" / "ledger.jsonl"
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (ledger.exists() and ledger.read_bytes().count(b"\n") > 30):
+            time.sleep(0.02)
+        os.kill(process.pid, number)
+        _, errors = process.communicate()
+        assert process.returncode == 130, errors
+    assert "dpvision resume" in errors
+    assert verify(tmp_path / "run").ok
+    charged = json.loads((tmp_path / "run" / "release" / "certificate.json").read_text())["steps_taken"]
+    assert 20 <= charged < 4000
+
+
+def test_a_reader_that_has_seen_enough_ends_a_list_without_a_word() -> None:
+    command = [sys.executable, "-m", "dpvision", "recipes"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1  # not 2: nothing was wrong with what was asked
+
+
+@pytest.mark.parametrize("arguments", ["epsilon --steps abc", "nonsense", "train --target-epsilon", "epsilon --nope 3"])
+def test_a_bad_flag_is_one_line_and_exit_code_2(arguments: str) -> None:
+    command = [sys.executable, "-m", "dpvision", *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("error: ")
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, dpvision, dpvision.cli; assert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

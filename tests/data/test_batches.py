@@ -1,0 +1,350 @@
+"""The sampler: independent Bernoulli draws of units at the mechanism's rate, whatever the store holds."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy.stats import binom, binomtest
+
+from dpvision.data import ImageStore, Normalisation, PoissonDraws, fixed_normalisation, mismatch_note, store_of_arrays
+from dpvision.data.batches import choose_without_replacement, joins
+from dpvision.errors import ArgumentError
+from dpvision.privacy.mechanism import Mechanism
+from dpvision.privacy.randomness import Keys
+from dpvision.privacy.values import Sampling, charge_for
+
+Inclusion = NDArray[np.bool_]
+FALSE_ALARM = 1e-6
+KEYS = Keys.from_seed(2, "test of draws")
+
+
+def make_store(rows_of_unit: list[int]) -> ImageStore:
+    """A store whose unit u has rows_of_unit[u] rows; each pixel of row r is (r + 1) % 256."""
+    units = np.repeat(np.arange(len(rows_of_unit)), rows_of_unit)
+    rows = len(units)
+    images = np.broadcast_to(((np.arange(rows) + 1) % 256).astype(np.uint8)[:, None, None, None], (rows, 1, 2, 2))
+    store = store_of_arrays(
+        images=images.copy(), labels=np.arange(rows) % 3, class_names=["a", "b", "c"], name="made", unit_names=units
+    )
+    # Unit numbers as they are, not renumbered, so that units without rows exist.
+    return replace(store, unit_of_row=torch.from_numpy(units))
+
+
+def make_mechanism(num_units: int, expected_batch_size: float) -> Mechanism:
+    return Mechanism(
+        num_units=num_units, expected_batch_size=expected_batch_size, clip_norm=1.0, noise_multiplier=1.0, steps=10
+    )
+
+
+def make_draws(store: ImageStore, mechanism: Mechanism, *, rows_per_unit: int = 1, keys: Keys = KEYS) -> PoissonDraws:
+    return PoissonDraws(
+        mechanism=mechanism,
+        store=store,
+        normalisation=Normalisation(mean=(0.0,), std=(1 / 255,), source="fixed"),
+        keys=keys,
+        rows_per_unit=rows_per_unit,
+    )
+
+
+def rows_drawn(draws: PoissonDraws, step: int, *, units: int = 4) -> list[list[int]]:
+    """The rows of each drawn unit, read back from the pixels."""
+    found = []
+    for piece in draws.batch(step).microbatches(units):
+        values = piece.inputs[:, 0, 0, 0].reshape(piece.row_weights_UR.shape).round().long() - 1
+        for row_values, weights in zip(values, piece.row_weights_UR, strict=True):
+            found.append(sorted(row_values[weights > 0].tolist()))
+    return [rows for rows in found if rows]
+
+
+# --- exact tests of the sampler --------------------------------------------------------------------------------------
+
+
+def middle_share_p_value(counts: NDArray[np.int64], n: int, q: float) -> float:
+    """Are these counts independent Binomial(n, q)? A randomised probability transform makes them exactly uniform, so
+    that the number that falls into the middle half is exactly Binomial(len, 1/2): too many if the counts hardly vary,
+    too few if they vary too much."""
+    uniform = np.random.default_rng(5).random(len(counts))
+    position = binom.cdf(counts - 1, n, q) + uniform * binom.pmf(counts, n, q)
+    middle = int((np.abs(position - 0.5) < 0.25).sum())
+    return float(binomtest(middle, len(counts), 0.5).pvalue)
+
+
+def poisson_p_value(inclusion: Inclusion, q: float) -> float:
+    """The p-value (Bonferroni over five exact tests) of: all entries (step, unit) are independent Bernoulli(q)."""
+    steps, units = inclusion.shape
+    later = inclusion[0 : steps // 2 * 2 : 2] & inclusion[1::2]
+    beside = inclusion[:, 0 : units // 2 * 2 : 2] & inclusion[:, 1::2]
+    p_values = [
+        binomtest(int(inclusion.sum()), inclusion.size, q).pvalue,
+        binomtest(int(later.sum()), later.size, q * q).pvalue,
+        binomtest(int(beside.sum()), beside.size, q * q).pvalue,
+        middle_share_p_value(inclusion.sum(axis=1), units, q),
+        middle_share_p_value(inclusion.sum(axis=0), steps, q),
+    ]
+    return min(1.0, len(p_values) * min(float(p) for p in p_values))
+
+
+def inclusion_of(draws: PoissonDraws, steps: int, units: int) -> Inclusion:
+    inclusion = np.zeros((steps, units), dtype=np.bool_)
+    for step in range(steps):
+        inclusion[step, draws.units(step)] = True
+    return inclusion
+
+
+@pytest.fixture(scope="module")
+def thousand_units() -> ImageStore:
+    return make_store([1] * 1000)
+
+
+def test_inclusions_are_independent_bernoulli_draws_at_the_mechanism_rate(thousand_units: ImageStore) -> None:
+    # False-alarm rate 1e-6; with 640,000 entries a rate that is 2 % off is eight standard errors away.
+    draws = make_draws(thousand_units, make_mechanism(1000, 200))
+    assert poisson_p_value(inclusion_of(draws, 640, 1000), 0.2) > FALSE_ALARM
+
+
+def test_a_rate_two_percent_too_high_is_rejected_by_the_same_test(thousand_units: ImageStore) -> None:
+    draws = make_draws(thousand_units, make_mechanism(1000, 204))
+    assert poisson_p_value(inclusion_of(draws, 640, 1000), 0.2) < FALSE_ALARM
+
+
+def test_fixed_size_batches_are_rejected_by_the_same_test() -> None:
+    rng = np.random.default_rng(1)
+    inclusion = np.zeros((640, 1000), dtype=np.bool_)
+    for row in inclusion:
+        row[rng.choice(1000, 200, replace=False)] = True
+    assert poisson_p_value(inclusion, 0.2) < FALSE_ALARM
+
+
+def test_shuffled_epochs_are_rejected_by_the_same_test() -> None:
+    rng = np.random.default_rng(1)
+    inclusion = np.zeros((640, 1000), dtype=np.bool_)
+    for epoch in range(128):
+        for part, units in enumerate(np.split(rng.permutation(1000), 5)):
+            inclusion[5 * epoch + part, units] = True
+    assert poisson_p_value(inclusion, 0.2) < FALSE_ALARM
+
+
+def test_draws_that_repeat_every_second_step_are_rejected_by_the_same_test(thousand_units: ImageStore) -> None:
+    inclusion = inclusion_of(make_draws(thousand_units, make_mechanism(1000, 200)), 640, 1000)
+    inclusion[1::2] = inclusion[::2]
+    assert poisson_p_value(inclusion, 0.2) < FALSE_ALARM
+
+
+def test_the_threshold_is_exact_at_its_edges() -> None:
+    words = np.array([0, 2**62 - 1, 2**62, 2**64 - 1], dtype=np.uint64)
+    assert joins(words, 0.25).tolist() == [True, True, False, False]
+    assert joins(words, 1.0).all()
+    assert joins(words, 2.0**-64).tolist() == [True, False, False, False]
+    assert not joins(words, 2.0**-65).any()
+    assert joins(words, 1 - 2.0**-53).tolist() == [True, True, True, False]
+
+
+def test_rate_one_draws_every_unit_in_every_step() -> None:
+    draws = make_draws(make_store([1] * 7), make_mechanism(7, 7))
+    assert all(draws.units(step).tolist() == list(range(7)) for step in range(20))
+
+
+def test_an_empty_draw_yields_no_micro_batch_and_is_still_a_poisson_draw() -> None:
+    mechanism = make_mechanism(7, 1e-9)
+    batch = make_draws(make_store([1] * 7), mechanism).batch(0)
+    assert list(batch.microbatches(4)) == []
+    assert charge_for(batch.sampling, mechanism) == mechanism.step_event
+
+
+def test_a_store_without_rows_gives_empty_draws() -> None:
+    draws = make_draws(make_store([]), make_mechanism(7, 7))
+    assert list(draws.batch(0).microbatches(2)) == []
+
+
+def test_a_draw_is_the_same_whenever_it_is_asked_for_and_other_in_other_steps_and_keys() -> None:
+    store, mechanism = make_store([1] * 200), make_mechanism(200, 50)
+    first, again = make_draws(store, mechanism), make_draws(store, mechanism)
+    list(again.batch(3).microbatches(8))
+    assert rows_drawn(first, 5) == rows_drawn(again, 5)
+    assert rows_drawn(first, 5) != rows_drawn(first, 6)
+    other = make_draws(store, mechanism, keys=Keys.from_seed(2, "another run"))
+    assert rows_drawn(first, 5) != rows_drawn(other, 5)
+
+
+# --- neighbours ------------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_comes_from_the_mechanism_and_not_from_the_store() -> None:
+    mechanism = make_mechanism(64, 16)
+    sizes = [1, 63, 64, 65, 1000]
+    assert {make_draws(make_store([1] * n), mechanism).batch(0).sampling for n in sizes} == {Sampling("poisson", 0.25)}
+    # Ten thousand units in the store at a declared 64: still each with a probability of 1/4. False alarm 1e-6.
+    crowd = len(make_draws(make_store([1] * 10_000), mechanism).units(0))
+    assert binomtest(crowd, 10_000, 0.25).pvalue > FALSE_ALARM
+
+
+@pytest.mark.parametrize("rows_per_unit", [1, 2, 3])
+def test_a_unit_added_at_the_end_changes_neither_inclusion_nor_rows_of_the_others(rows_per_unit: int) -> None:
+    rows_of_unit = [1, 5, 2, 9, 0, 4, 3, 7] * 4
+    mechanism = make_mechanism(32, 16)
+    small = make_draws(make_store(rows_of_unit), mechanism, rows_per_unit=rows_per_unit)
+    for extra in ([6], [1] * 10):
+        large = make_draws(make_store(rows_of_unit + extra), mechanism, rows_per_unit=rows_per_unit)
+        for step in range(30):
+            before, after = small.units(step), large.units(step)
+            assert before.tolist() == after[after < 32].tolist()
+            assert rows_drawn(small, step) == [rows for rows in rows_drawn(large, step) if rows[0] < sum(rows_of_unit)]
+
+
+@pytest.mark.parametrize("other_size", [0, 1, 2, 3, 60])
+def test_the_size_of_a_unit_changes_no_row_choice_of_the_others(other_size: int) -> None:
+    mechanism = make_mechanism(3, 3)
+    before = make_draws(make_store([4, 6, 5]), mechanism, rows_per_unit=2)
+    after = make_draws(make_store([4, other_size, 5]), mechanism, rows_per_unit=2)
+    for step in range(50):
+        first, *_, third = rows_drawn(before, step)
+        first_again, *_, third_again = rows_drawn(after, step)
+        assert first == first_again
+        assert [row - 10 for row in third] == [row - 4 - other_size for row in third_again]
+
+
+def test_a_large_mismatch_is_a_note_and_not_an_error() -> None:
+    mechanism = make_mechanism(100, 10)
+    assert mismatch_note(make_store([1] * 100), mechanism) is None
+    assert mismatch_note(make_store([1] * 101), mechanism) is None
+    note = mismatch_note(make_store([1] * 250), mechanism)
+    assert note is not None
+    assert "is declared as 100" in note
+    assert "holds 250 units" in note
+    assert "counted" not in note
+
+
+def test_a_number_that_was_counted_is_not_called_declared() -> None:
+    mechanism = make_mechanism(100, 10)
+    assert mismatch_note(make_store([1] * 100), mechanism, counted=True) is None
+    note = mismatch_note(make_store([1] * 250), mechanism, counted=True)
+    assert note is not None
+    assert "was counted with noise as 100" in note
+    assert "is declared" not in note
+
+
+# --- rows of units ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows_per_unit", [1, 2, 4, 9])
+def test_a_unit_gives_at_most_rows_per_unit_different_rows_of_its_own(rows_per_unit: int) -> None:
+    rows_of_unit = [0, 1, 2, 3, 8, 20, 0, 1]
+    store = make_store(rows_of_unit)
+    draws = make_draws(store, make_mechanism(8, 8), rows_per_unit=rows_per_unit)
+    for step in range(20):
+        drawn = rows_drawn(draws, step, units=3)
+        assert [len(rows) for rows in drawn] == [min(k, rows_per_unit) for k in rows_of_unit if k]
+        for rows in drawn:
+            assert len(set(rows)) == len(rows)
+            assert len(set(store.unit_of_row[rows].tolist())) == 1
+
+
+def test_row_weights_sum_to_one_in_a_unit_with_rows_and_to_zero_elsewhere() -> None:
+    draws = make_draws(make_store([0, 1, 2, 3, 8]), make_mechanism(5, 5), rows_per_unit=3)
+    weights = torch.cat([piece.row_weights_UR for piece in draws.batch(0).microbatches(4)])
+    # Shares are float32: three thirds are one up to their rounding.
+    torch.testing.assert_close(weights.sum(1), torch.tensor([0.0, 1, 1, 1, 1, 0, 0, 0]))
+    assert weights[2].tolist() == [0.5, 0.5, 0.0]
+
+
+def test_every_set_of_rows_is_equally_likely() -> None:
+    # 2 of 4 rows, 6 sets, 60 units, 100 steps: each count is Binomial(6000, 1/6). False alarm 1e-6 over six tests.
+    draws = make_draws(make_store([4] * 60), make_mechanism(60, 60), rows_per_unit=2)
+    counts = Counter(
+        tuple(row % 4 for row in rows) for step in range(100) for rows in rows_drawn(draws, step, units=60)
+    )
+    assert set(counts) == set(itertools.combinations(range(4), 2))
+    assert min(binomtest(count, 6000, 1 / 6).pvalue for count in counts.values()) > FALSE_ALARM / 6
+
+
+def test_choosing_without_replacement_is_uniform_over_sets_of_unequal_units() -> None:
+    # Exact for all words that matter: the remainders of every pick, enumerated. 3 of 5: picks below 3, 4 and 5.
+    words = np.array(list(itertools.product(range(3), range(4), range(5))), dtype=np.uint64)
+    chosen = choose_without_replacement(words, np.full(len(words), 5))
+    counts = Counter(tuple(sorted(row)) for row in chosen.tolist())
+    assert set(counts) == set(itertools.combinations(range(5), 3))
+    assert set(counts.values()) == {6}
+
+
+# --- micro-batches ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("units", [1, 2, 3, 7, 50])
+def test_micro_batches_have_a_fixed_shape_and_hold_the_same_draw(units: int) -> None:
+    draws = make_draws(make_store([1, 3, 2] * 7), make_mechanism(21, 10), rows_per_unit=2)
+    for step in range(10):
+        pieces = list(draws.batch(step).microbatches(units))
+        assert all(piece.inputs.shape == (units * 2, 1, 2, 2) for piece in pieces)
+        assert all(piece.targets.shape == (units * 2,) for piece in pieces)
+        assert all(piece.row_weights_UR.shape == (units, 2) for piece in pieces)
+        assert rows_drawn(draws, step, units=units) == rows_drawn(draws, step, units=5)
+
+
+def test_padding_holds_zeros_and_no_ones_picture() -> None:
+    store = make_store([1, 1, 1])
+    draws = PoissonDraws(
+        mechanism=make_mechanism(3, 3),
+        store=store,
+        normalisation=fixed_normalisation(1),
+        keys=KEYS,
+        rows_per_unit=2,
+    )
+    (piece,) = draws.batch(0).microbatches(5)
+    padding = piece.row_weights_UR.reshape(-1) == 0
+    assert padding.tolist() == [False, True] * 3 + [True] * 4
+    assert (piece.inputs[padding] == 0).all()
+    assert (piece.targets[padding] == 0).all()
+    assert torch.isfinite(piece.inputs).all()
+
+
+def test_inputs_are_normalised_and_targets_are_the_labels_of_the_rows() -> None:
+    store = make_store([1] * 30)
+    normalisation = Normalisation(mean=(0.3,), std=(0.2,), source="fixed")
+    draws = PoissonDraws(mechanism=make_mechanism(30, 15), store=store, normalisation=normalisation, keys=KEYS)
+    units = torch.from_numpy(draws.units(4))
+    (piece,) = draws.batch(4).microbatches(30)
+    expected = (store.images[units].float() / 255 - 0.3) / 0.2
+    # float32 arithmetic in another order: a few roundings of values up to 4.
+    torch.testing.assert_close(piece.inputs[: len(units)], expected, rtol=1e-6, atol=2e-6)
+    assert torch.equal(piece.targets[: len(units)], store.labels[units])
+
+
+def test_channels_last_changes_the_layout_and_not_the_values() -> None:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (20, 3, 4, 4), dtype=np.uint8)
+    store = store_of_arrays(images=images, labels=np.zeros(20), class_names=["a", "b"], name="made")
+    pieces = [
+        next(
+            PoissonDraws(
+                mechanism=make_mechanism(20, 20),
+                store=store,
+                normalisation=fixed_normalisation(3),
+                keys=KEYS,
+                memory_format=layout,
+            )
+            .batch(0)
+            .microbatches(32)
+        )
+        for layout in (torch.contiguous_format, torch.channels_last)
+    ]
+    assert torch.equal(pieces[0].inputs, pieces[1].inputs)
+    assert pieces[1].inputs.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_batch_shows_nothing_of_itself_in_print() -> None:
+    batch = make_draws(make_store([1] * 9), make_mechanism(9, 9)).batch(0)
+    assert repr(batch) == "PoissonBatch(Sampling(method='poisson', sample_rate=1.0), sensitive)"
+
+
+def test_impossible_sizes_are_refused() -> None:
+    store, mechanism = make_store([1]), make_mechanism(1, 1)
+    with pytest.raises(ArgumentError, match="rows_per_unit must be a whole number >= 1"):
+        make_draws(store, mechanism, rows_per_unit=0)
+    with pytest.raises(ArgumentError, match="units must be a whole number >= 1"):
+        next(make_draws(store, mechanism).batch(0).microbatches(0))

@@ -1,0 +1,177 @@
+"""npz files: plain arrays only, headers checked, units by column."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dpvision.data import LoadOptions, load, load_one
+from dpvision.errors import DataError
+
+GREY = np.random.default_rng(0).integers(0, 256, (6, 4, 5), dtype=np.uint8)
+COLOUR = np.random.default_rng(1).integers(0, 256, (6, 4, 5, 3), dtype=np.uint8)
+LABELS = np.array([0, 2, 1, 1, 0, 2])
+
+
+def write(path: Path, **arrays: Any) -> Path:
+    np.savez_compressed(path, **arrays)
+    return path
+
+
+def test_grey_and_colour_pictures_are_read_in_either_layout(tmp_path: Path) -> None:
+    grey = load(write(tmp_path / "a.npz", images=GREY, labels=LABELS))
+    assert grey.train.image_shape == (1, 4, 5)
+    assert (grey.test, grey.normalisation.source, grey.train.name) == (None, "fixed", "a train")
+    last = load(write(tmp_path / "b.npz", images=COLOUR, labels=LABELS)).train
+    first = load(write(tmp_path / "c.npz", images=COLOUR.transpose(0, 3, 1, 2), labels=LABELS)).train
+    assert last.fingerprint() == first.fingerprint()
+    np.testing.assert_array_equal(last.images.numpy().transpose(0, 2, 3, 1), COLOUR)
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        (("x_train", "y_train"), ("x_test", "y_test")),
+        (("train_images", "train_labels"), ("test_images", "test_labels")),
+    ],
+)
+def test_a_test_split_is_taken_along(tmp_path: Path, train: tuple[str, str], test: tuple[str, str]) -> None:
+    arrays = dict(zip((*train, *test), (GREY, LABELS[:, None], GREY[:2], np.array([3, 0])), strict=True))
+    splits = load(write(tmp_path / "a.npz", **arrays), LoadOptions(image_size=8))
+    assert splits.test is not None
+    assert (splits.train.num_classes, splits.test.num_classes) == (4, 4)
+    assert splits.test.image_shape == (1, 8, 8)
+    assert load_one(tmp_path / "a.npz").num_rows == 2
+
+
+def test_text_labels_and_class_names_become_classes(tmp_path: Path) -> None:
+    texts = np.array(["cat", "dog", "ant", "ant", "cat", "dog"])
+    store = load(write(tmp_path / "a.npz", images=GREY, labels=texts)).train
+    assert store.class_names == ("ant", "cat", "dog")
+    assert store.labels.tolist() == [1, 2, 0, 0, 1, 2]
+    named = load(write(tmp_path / "b.npz", images=GREY, labels=LABELS, class_names=np.array(["x", "y", "z"]))).train
+    assert named.class_names == ("x", "y", "z")
+    renamed = load_one(tmp_path / "a.npz", class_names=["dog", "cat", "ant", "emu"])
+    assert renamed.labels.tolist() == [1, 0, 2, 2, 1, 0]
+    with pytest.raises(DataError, match="does not know: cat"):
+        load_one(tmp_path / "a.npz", class_names=["dog", "ant"])
+
+
+@pytest.mark.parametrize(
+    ("images", "expected"),
+    [
+        (GREY.astype(np.uint16) * 257, GREY),
+        (GREY.astype(np.int64), GREY),
+        (GREY.astype(np.float32) / 255, GREY),
+        (GREY > 127, np.where(GREY > 127, 255, 0)),
+    ],
+)
+def test_other_number_types_become_bytes_by_their_type_and_not_by_their_values(
+    tmp_path: Path, images: Any, expected: Any
+) -> None:
+    store = load(write(tmp_path / "a.npz", images=images, labels=LABELS)).train
+    np.testing.assert_array_equal(store.images[:, 0].numpy(), expected)
+
+
+@pytest.mark.parametrize("units", [np.array([8, 8, 5, 8, 5, 1]), np.array(["p8", "p8", "p5", "p8", "p5", "p1"])])
+def test_a_unit_column_groups_rows(tmp_path: Path, units: Any) -> None:
+    path = write(tmp_path / "a.npz", images=GREY, labels=LABELS, patient=units)
+    splits = load(path, LoadOptions(unit_column="patient"))
+    assert splits.train.unit_of_row.tolist() == [0, 0, 1, 0, 1, 2]
+    assert splits.public_facts["unit"] == "group"
+    assert load(path).train.num_units == 6
+    assert load_one(path, LoadOptions(unit_column="patient")).num_units == 6
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"images": GREY}, "no array named labels"),
+        ({"volume": GREY}, "has no pictures: its arrays are volume"),
+        ({"labels": LABELS}, "no array named images"),
+        ({"images": GREY[:5], "labels": LABELS}, "don't match 5 pictures"),
+        ({"images": GREY, "labels": LABELS - 1}, "labels must be whole numbers >= 0"),
+        ({"images": GREY, "labels": LABELS * 0.5}, "labels must be whole numbers >= 0"),
+        ({"images": GREY, "labels": LABELS * 10**6}, "taken for a mistake"),
+        ({"images": GREY[:, 0], "labels": LABELS}, "pictures must be"),
+        ({"images": GREY[..., None].repeat(4, -1), "labels": LABELS}, "pictures must be"),
+        ({"images": GREY.astype(np.float32), "labels": LABELS}, "must be numbers in"),
+        ({"images": np.full((6, 4, 5), np.nan), "labels": LABELS}, "must be numbers in"),
+        ({"images": GREY.astype(np.int64) - 1, "labels": LABELS}, "must be numbers in"),
+        ({"images": GREY.astype(np.complex64), "labels": LABELS}, "must be numbers in"),
+        ({"images": GREY, "labels": LABELS, "class_names": np.array(["a"])}, "labels must lie in"),
+        ({"images": GREY, "labels": np.array(["z"] * 6), "class_names": np.array(["a"])}, "no class: z"),
+        ({"x_train": GREY, "y_train": LABELS, "x_test": GREY}, "no array named y_test"),
+        ({"x_train": GREY, "y_train": LABELS, "x_test": GREY, "y_test": np.array(["a"] * 6)}, "texts in one split"),
+    ],
+)
+def test_arrays_that_make_no_dataset_are_refused(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        load(write(tmp_path / "a.npz", **arrays))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        (np.array([1.0, 2, 3, 4, 5, np.nan]), "must hold whole numbers or texts"),
+        (np.array(["a", "", "c", "d", "e", "f"]), "empty in some rows"),
+        (np.arange(5), "don't match 6 pictures"),
+    ],
+)
+def test_unusable_unit_columns_are_refused(tmp_path: Path, units: Any, message: str) -> None:
+    path = write(tmp_path / "a.npz", images=GREY, labels=LABELS, unit=units)
+    with pytest.raises(DataError, match=message):
+        load(path, LoadOptions(unit_column="unit"))
+    with pytest.raises(DataError, match="no array named nobody"):
+        load(path, LoadOptions(unit_column="nobody"))
+    with pytest.raises(DataError, match="this source has no unit_folder_level"):
+        load(path, LoadOptions(unit_folder_level=2))
+
+
+def npy_bytes(array: np.ndarray, shape: tuple[int, ...] | None = None) -> bytes:
+    file = io.BytesIO()
+    header = {"descr": array.dtype.str, "fortran_order": False, "shape": shape or array.shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    return file.getvalue() + array.tobytes()
+
+
+@pytest.mark.parametrize("shape", [(10**6, 10**6, 10**3), (6, 4, 6), (6, 4, 4), (2**62, 4, 5)])
+def test_a_header_that_lies_is_refused_before_memory_is_taken(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("images.npy", npy_bytes(GREY, shape))
+        archive.writestr("labels.npy", npy_bytes(LABELS))
+    with pytest.raises(DataError, match="its header promises"):
+        load(tmp_path / "a.npz")
+
+
+def test_pickled_objects_are_refused_unopened(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return open, (str(canary), "w")
+
+    path = write(tmp_path / "a.npz", images=GREY, labels=np.array([Bomb()] * 6, dtype=object))
+    with pytest.raises(DataError, match="holds pickled objects"):
+        load(path)
+    assert not canary.exists()
+
+
+def test_files_that_are_no_npz_are_refused(tmp_path: Path) -> None:
+    whole = write(tmp_path / "a.npz", images=GREY, labels=LABELS).read_bytes()
+    flipped = bytearray(whole)
+    flipped[60] ^= 0xFF
+    for content in (b"", b"no zip", whole[: len(whole) // 2], bytes(flipped)):
+        (tmp_path / "b.npz").write_bytes(content)
+        with pytest.raises(DataError, match="can't be read as"):
+            load(tmp_path / "b.npz")
+    with zipfile.ZipFile(tmp_path / "c.npz", "w", zipfile.ZIP_BZIP2) as archive:
+        archive.writestr("images.npy", npy_bytes(GREY))
+    with pytest.raises(DataError, match="compression"):
+        load(tmp_path / "c.npz")

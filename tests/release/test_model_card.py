@@ -1,0 +1,88 @@
+"""The model card: what a hub reads, what a person reads, and nothing that a name could smuggle in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import report_fixtures
+from dpvision.release.model_card import model_card
+
+CONFIG: dict[str, Any] = {"name": "digits", "task": "classification", "model": {"name": "shoefit_cnn"}}
+METRICS: dict[str, Any] = {"final": {"accuracy": 0.9817, "loss": 0.07, "evaluated_on": "mnist test"}}
+
+
+def card(certificate: dict[str, Any] | None = None, **changes: Any) -> str:
+    parts = {"metrics": METRICS, "config": CONFIG, **changes}
+    return model_card(certificate or report_fixtures.certificate(data={"source": "mnist"}), **parts)
+
+
+def front_matter(text: str) -> list[str]:
+    start, front, _ = text.split("---\n", 2)
+    assert start == ""
+    return front.splitlines()
+
+
+def test_the_front_matter_has_what_a_hub_asks_for() -> None:
+    front = front_matter(card())
+    for line in (
+        "license: unknown",
+        "library_name: dpvision",
+        "pipeline_tag: image-classification",
+        "- differential-privacy",
+        '- "mnist"',
+        "- accuracy",
+        "model-index:",
+        '- name: "digits"',
+        "      value: 0.9817",
+        "      value: 2.924371",
+    ):
+        assert line in front, line
+
+
+def test_the_card_says_use_figures_privacy_and_limits() -> None:
+    text = card()
+    certificate = report_fixtures.certificate()
+    for phrase in ("## Intended use", "0.9817", "mnist test", "Epsilon 2.925 at delta 1e-05", "not covered", "verify"):
+        assert phrase in text.replace("Not covered", "not covered") or phrase == "not covered"
+    for limit in certificate["not_covered"]:
+        assert limit.replace("_", "\\_") in text
+
+
+def test_a_run_that_must_not_be_released_says_so_first() -> None:
+    text = card(report_fixtures.certificate(for_release=False, stamps=["a reason"], data={"source": "mnist"}))
+    assert "**Not for release:** a reason." in text
+    assert "- not-for-release" in front_matter(text)
+    assert "must not be given away" in text
+
+
+def test_a_run_without_privacy_or_figures_has_a_card_too() -> None:
+    bare = report_fixtures.certificate(
+        epsilon=None, epsilon_rdp=None, delta=None, curve=[], gaussian_dp=None, attack_success=[], deployment={}
+    )
+    text = card(bare, metrics={"final": None}, config={})
+    assert "None: parts of the training data may be read off this model." in text
+    assert "None were measured." in text
+    assert not any(line.startswith("model-index") for line in front_matter(text))
+
+
+def test_segmentation_shows_its_own_figures_and_both_units() -> None:
+    other = {"unit": "an owner of at most 9 slices", "epsilon": 31.0, "delta": 1e-5, "why": "by PLD"}
+    text = card(
+        report_fixtures.certificate(other_units=[other], data={"source": "liver"}),
+        metrics={"final": {"dice": 0.8, "iou": 0.7}},
+        config={**CONFIG, "task": "segmentation"},
+    )
+    assert "pipeline_tag: image-segmentation" in front_matter(text)
+    assert "- dice" in front_matter(text)
+    assert "For an owner of at most 9 slices: epsilon 31." in text
+
+
+@pytest.mark.parametrize("name", ['x"\nlicense: mit', "<script>alert(1)</script>", "---", "a\x1b[31m", "- a: b", "`|`"])
+def test_a_hostile_name_stays_a_name(name: str) -> None:
+    plain, text = card(), card(report_fixtures.certificate(data={"source": name}), config={**CONFIG, "name": name})
+    assert len(front_matter(text)) == len(front_matter(plain))
+    assert "license: mit" not in front_matter(text)
+    assert "<script>" not in text.split("---\n", 2)[2]
+    assert "\x1b" not in text

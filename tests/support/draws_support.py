@@ -1,0 +1,28 @@
+"""Draws for tests: at a rate of twenty declared units, whatever the store holds."""
+
+from __future__ import annotations
+
+from dpvision.data import ImageStore, Normalisation, PoissonDraws, ViewSettings
+from dpvision.data.augmentation import AS_IT_IS
+from dpvision.privacy.mechanism import Mechanism
+from dpvision.privacy.randomness import Keys
+
+
+def draws_at_rate(
+    store: ImageStore,
+    views: ViewSettings = AS_IT_IS,
+    *,
+    keys: Keys,
+    normalisation: Normalisation,
+    rate: float = 1.0,
+    rows_per_unit: int = 1,
+) -> PoissonDraws:
+    """The draws of a store at a rate."""
+    return PoissonDraws(
+        mechanism=Mechanism(num_units=20, expected_batch_size=20 * rate, clip_norm=1.0, noise_multiplier=1.0, steps=10),
+        store=store,
+        normalisation=normalisation,
+        keys=keys,
+        rows_per_unit=rows_per_unit,
+        views=views,
+    )
