@@ -11,13 +11,12 @@ from torch import nn
 from benchmarks.contender import CLIP_NORM, LEARNING_RATE, MOMENTUM, NOISE_MULTIPLIER, Contender, Step
 from benchmarks.workload import Workload
 from dpvision import kernels as native
+from dpvision.config import OptimizerSettings, Performance
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch, unclipped_sum_of_batch
-from dpvision.gradients.performance import Performance
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.noise import privatize
 from dpvision.privacy.optimizer import Optimizer
 from dpvision.privacy.randomness import Keys
-from dpvision.privacy.schedules import OptimizerSettings
 from dpvision.privacy.values import OrdinaryGrad
 
 Kernels = Literal["plain", "native", "compiled"]

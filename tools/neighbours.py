@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from dpvision import models
+from dpvision.config import Performance
 from dpvision.data import ImageStore, Normalisation, PoissonDraws, ViewSettings
 from dpvision.gradients.clipped_sum import clipped_sum_of_batch
-from dpvision.gradients.performance import Performance
 from dpvision.gradients.plan import plan_for
 from dpvision.models.layers import ScalarGain, WSConv2d
 from dpvision.models.losses import RowLoss, loss_for

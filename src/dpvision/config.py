@@ -1,20 +1,30 @@
-"""A run as a typed value. What is None is still open; ``training.prepare`` fills it in before anything is spent."""
+"""The settings of a run: the one place where a setting is declared.
+
+A field gives the TOML key, the flag of ``dpvision train``, its help text, its default, its entry in the reference and
+the wording of its errors. ``RunConfig`` is the whole run; each of its sections is a class of this file. A field that is
+None has not been chosen yet: ``training.prepare`` fills it in before any privacy budget is spent.
+
+The module does not import torch, so that a command line can be checked at once. The name of a field is part of the
+configuration's digest, so it does not change.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, final
+from typing import Annotated, Any, Final, Literal, Self, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dpvision.errors import ArgumentError, brief
-from dpvision.gradients.performance import Performance
-from dpvision.models.losses import LossName, Task
 from dpvision.privacy.mechanism import Adjacency, Clipping, Mechanism, OrdinaryPlan
-from dpvision.privacy.schedules import AveragingSettings, OptimizerSettings, ScheduleSettings
 
+Task = Literal["classification", "segmentation"]
+LossName = Literal["cross_entropy", "dice", "dice_cross_entropy"]
 Option = bool | int | float | str
 T = TypeVar("T")
 MOST_SHOWN = 10
@@ -22,175 +32,395 @@ MOST_SHOWN = 10
 _MECHANISM_FIELDS = ("num_units", "expected_batch_size", "clip_norm", "noise_multiplier", "steps", "privacy_unit")
 _MECHANISM_CHOICES = ("adjacency", "clipping", "unit_norm")  # never open: each has a default
 
+# More is a mistake, and far more would not fit into a float32.
+LARGEST = 1e6
+Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
+BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+AtLeastOne = Annotated[int, Field(ge=1, strict=True)]
 
-class _Settings(BaseModel):
-    """Frozen, and strict about unknown keys: a typo is an error, not a default."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+Panel = Literal["first", "data", "privacy", "model", "optimisation", "augmentation", "transfer", "output"]
 
 
 @final
-class DataConfig(_Settings):
-    """Where the pictures come from, and what a privacy unit is. ``mean`` and ``std`` are written by the run itself.
+@dataclass(frozen=True)
+class Flag:
+    """How a field appears on the command line, where that does not follow from its name and its section.
 
-    ``masks`` holds the answers where every pixel has one. Volumes are cut along ``volume_axis``, and intensities
-    outside ``window`` are cut off. ``unit_pattern`` finds the owner in a file's name. Where owners of rows are known,
-    they are the units, unless ``units`` is "rows"; at most ``rows_per_unit`` of a unit's rows enter a step.
+    Attributes:
+        name: the flag, such as ``--views``; an upper-case word is a positional argument; "" means no flag.
+        panel: the group of the help page, where it differs from that of the section.
     """
 
-    source: str
+    name: str | None = None
+    panel: Panel | None = None
+
+
+NO_FLAG: Final = Flag("")
+FIRST: Final = Flag(panel="first")
+OUTPUT: Final = Flag(panel="output")
+
+
+class Settings(BaseModel):
+    """A frozen section that refuses unknown keys: a typo is an error, not a default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def _refuse_unused(self, *, kind: str, uses: Mapping[str, set[str]], label: str = "") -> None:
+        """Refuse every field that differs from its default although ``kind`` does not use it.
+
+        By value, not by whether it was given: settings that are read back from their own JSON must pass.
+        """
+        fields = type(self).model_fields
+        unused = sorted(set[str]().union(*uses.values()) - uses[kind])
+        changed = [f"{name}={getattr(self, name)}" for name in unused if getattr(self, name) != fields[name].default]
+        if changed:
+            raise ValueError(f"{label}{kind} does not use {', '.join(changed)}. Leave it out, or choose another kind.")
+
+
+@final
+class DataConfig(Settings):
+    """Data: where the images come from, and what a privacy unit is."""
+
+    source: Annotated[str, Flag("SOURCE")]
+    """Images to train on: a folder of class folders, an .npz file, or mnist, fashionmnist, cifar10, cifar100, digits.
+    """
     test: str | None = None
+    """Public test set, in the form of SOURCE. Default: a part of SOURCE is held out."""
     data_dir: str | None = None
+    """Folder that holds the known datasets."""
     image_size: int | None = Field(default=None, ge=4, le=1024)
+    """Shorter side after resizing, in pixels (4 to 1024); then cropped square."""
     channels: Literal[1, 3] | None = None
+    """1 (grey) or 3 (colour). Default: as found in the images."""
     skip_bad: bool = False
+    """Skip and count images that can't be read."""
     holdout_fraction: float = Field(default=0.1, gt=0, lt=1)
+    """Share of the units that is held out as the test split, between 0 and 1."""
     normalisation: Literal["auto", "published", "fixed", "none", "released"] = "auto"
+    """Constants that pixels are normalised with: published for the dataset, fixed, none, or released with noise at a
+    charge."""
     statistics_noise_multiplier: float = Field(default=8.0, gt=0)
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    masks: str | None = None
+    """Noise multiplier of the pixel statistics, with --normalisation released."""
+    mean: Annotated[tuple[float, ...] | None, NO_FLAG] = None
+    """Mean of each channel, in [0, 1]. Written by the run."""
+    std: Annotated[tuple[float, ...] | None, NO_FLAG] = None
+    """Standard deviation of each channel. Written by the run."""
+    masks: Annotated[str | None, Flag("MASKS")] = None
+    """With --task segmentation: the masks, a folder or file beside that of the images."""
     test_masks: str | None = None
+    """Masks of the public test set."""
     mask_classes: Literal["merged", "classes"] = "merged"
+    """merged: any value but 0 is foreground; classes: each value is a class."""
     volume_axis: Literal[0, 1, 2] = 2
+    """Axis along which volumes are cut into slices: 0, 1 or 2."""
     window: tuple[float, float] | None = None
+    """Intensities from LOW to HIGH are used; others are clamped."""
     only_foreground: bool = False
+    """Leave out images whose mask is empty."""
     unit_column: str | None = None
+    """Array of the .npz file, or column of --unit-csv, that names the owner of a row."""
     unit_csv: str | None = None
+    """CSV file with the columns file and unit."""
     unit_folder_level: int | None = None
-    unit_pattern: str | None = None
+    """Folder level that names the owner: 1 is the class folder, 2 the folder in it."""
+    unit_pattern: Annotated[str | None, FIRST] = None
+    """Regular expression with one group: the group names the owner (a patient, say) of a file."""
     units: Literal["auto", "rows", "owners"] = "auto"
+    """Privacy units: owners where they are known (auto), owners, or single rows."""
     rows_per_unit: int | None = Field(default=None, ge=1, le=10_000)
+    """Most rows of one unit that enter a step (1 to 10000)."""
 
     @property
     def name(self) -> str:
-        """What the data are called where the path to them is nobody's business."""
+        """The dataset's name without its path."""
         return Path(self.source).name or self.source
 
 
 @final
-class ViewsConfig(_Settings):
-    """Augmented views of every drawn picture: ``count`` of them are averaged before the unit's one clip.
+class ViewsConfig(Settings):
+    """Augmentation: views of every drawn image, averaged before the unit is clipped.
 
-    ``crop_padding`` pixels are added on every side before a random crop; ``flip`` and ``erasing`` are probabilities;
-    ``rotation`` is the largest angle in degrees. Nothing here is learned from data, so views cost no epsilon.
+    Nothing here is learned from data, so augmentation costs no epsilon.
     """
 
-    count: int = Field(default=1, ge=1, le=64)
+    count: Annotated[int, Flag("--views")] = Field(default=1, ge=1, le=64)
+    """Augmented views of an image (1 to 64), averaged before clipping."""
     crop_padding: int = Field(default=0, ge=0, le=64)
+    """Pixels added on every side before a random crop (0 to 64)."""
     padding: Literal["reflect", "symmetric", "zeros"] = "reflect"
+    """What is added: mirrored without or with the edge pixel, or black."""
     flip: float = Field(default=0.0, ge=0, le=1)
+    """Probability that a view is mirrored, 0 to 1."""
     rotation: float = Field(default=0.0, ge=0, le=180)
+    """Largest rotation of a view, 0 to 180 degrees."""
     erasing: float = Field(default=0.0, ge=0, le=1)
+    """Probability that a rectangle of a view is erased, 0 to 1."""
 
 
 @final
-class ModelConfig(_Settings):
-    """A name of the catalogue and its options."""
+class ModelConfig(Settings):
+    """Model: a registered name and its options."""
 
-    name: str
-    options: dict[str, Option] = {}
+    name: Annotated[str, Flag("--model", panel="first")]
+    """Model; `dpvision models` lists them. Default: chosen from the size of the images."""
+    options: Annotated[dict[str, Option], Flag("--option")] = {}
+    """Option of the model, as name=value. May be repeated."""
 
 
 @final
-class PriorRelease(_Settings):
-    """The earlier run whose release gave the first weights, as its certificate has it. Written by the run itself.
-
-    ``data`` are names: more than one if a fork changed them. ``epsilon`` is None without privacy, and ``stamps`` are
-    reasons not to release. If the run began with weights from elsewhere itself, ``transfer`` says which, and so on.
-    """
+class PriorRelease(Settings):
+    """The earlier run whose release gave the initial weights, as its certificate states it. Written by the run."""
 
     run_id: str
+    """Identifier of the earlier run."""
     data: tuple[str, ...]
+    """Names of its data: more than one if a fork changed them."""
     privacy_unit: str
+    """What it protected."""
     adjacency: Adjacency | None = None
+    """Its adjacency; None without privacy."""
     epsilon: float | None = None
+    """Its epsilon; None without privacy."""
     delta: float | None = None
+    """Its delta; None without privacy."""
     stamps: tuple[str, ...] = ()
+    """Reasons why it is not for release."""
     began_elsewhere: bool = False
+    """Whether it had initial weights itself."""
     transfer: TransferConfig | None = None
+    """Which ones, and so on."""
 
 
 @final
-class TransferConfig(_Settings):
-    """Where the first weights come from, and which of them are trained.
+class TransferConfig(Settings):
+    """Transfer: where the initial weights come from, and which parameters are trained."""
 
-    ``weights`` is a file (.safetensors, .npz, or a torch state file, which is loaded without executing anything), the
-    folder of an earlier run, or the name of a known set. ``rename`` maps prefixes of its names to ours. ``trained``
-    says what learns: the new ``head``, the ``last`` so many ``stages`` (the head is one), ``all``, or the head for
-    ``head_steps`` and then all. ``source`` and ``licence`` describe the data that the weights were trained on; the
-    certificate repeats them. With ``initialisation`` "mean_var" layers are drawn anew with the mean and variance that
-    they have there.
-
-    ``sha256`` is the file's; left open, the run writes it, and ``prior`` too.
-    """
-
-    weights: str
-    rename: dict[str, str] = {}
+    weights: Annotated[str, Flag("--transfer-weights")]
+    """Initial weights: a .safetensors, .npz or torch state file, the folder of a run, or a known name."""
+    rename: Annotated[dict[str, str], NO_FLAG] = {}
+    """Prefixes of parameter names in the file, and the model's own prefixes."""
     trained: Literal["head", "last", "all", "head_then_all"] = "head"
+    """Parameters that are trained; last takes --stages, head_then_all --head-steps."""
     stages: int | None = Field(default=None, ge=1)
+    """Number of final stages to train, including the head (with --trained last)."""
     head_steps: int | None = Field(default=None, ge=1)
-    source: str | None = None
+    """Steps for the head alone (with --trained head_then_all)."""
+    source: Annotated[str | None, Flag("--transfer-source")] = None
+    """Data that the weights were trained on: declared public in the certificate."""
     licence: str | None = None
+    """Licence of the weights, for the certificate."""
     initialisation: Literal["weights", "mean_var"] = "weights"
-    sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    prior: PriorRelease | None = None
+    """weights, or mean_var: draw each layer with its mean and variance there."""
+    sha256: Annotated[str | None, NO_FLAG] = Field(default=None, pattern="^[0-9a-f]{64}$")
+    """SHA-256 of the file. Written by the run if left out."""
+    prior: Annotated[PriorRelease | None, NO_FLAG] = None
+    """The earlier run that released the weights. Written by the run."""
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> TransferConfig:
+    def _check(self) -> Self:
         if (self.stages is not None) != (self.trained == "last"):
             raise ValueError("stages must be given with trained=last, and only there")
         if (self.head_steps is not None) != (self.trained == "head_then_all"):
             raise ValueError("head_steps must be given with trained=head_then_all, and only there")
         if self.initialisation == "mean_var" and self.trained != "all":
-            raise ValueError("initialisation=mean_var draws every layer anew, so it needs trained=all")
+            raise ValueError("initialisation=mean_var draws every layer again, so it needs trained=all")
         return self
 
 
 @final
-class PrivacyConfig(_Settings):
-    """The mechanism, or what is known of it so far.
+class PrivacyConfig(Settings):
+    """Privacy: the mechanism, as far as it has been chosen."""
 
-    ``target_epsilon`` is a wall: no step may be taken that would cross it. ``privacy_unit`` is a word for what is
-    protected; only a run whose units own several rows may call them by another name than ``example``.
-    ``num_units`` left open is counted with noise of ``count_noise_multiplier`` and charged.
-    ``most_rows_per_owner`` bounds the rows of one owner where rows are the units, so that owners get a figure too.
-    """
-
-    enabled: bool = True
-    target_epsilon: float | None = Field(default=None, gt=0)
-    delta: float | None = Field(default=None, gt=0, lt=1)
+    enabled: Annotated[bool, Flag("--no-privacy")] = True
+    """Ordinary training: no guarantee at all."""
+    target_epsilon: Annotated[float | None, FIRST] = Field(default=None, gt=0)
+    """Hard budget limit, > 0: no step crosses it."""
+    delta: Annotated[float | None, FIRST] = Field(default=None, gt=0, lt=1)
+    """Delta of the guarantee. Default: a power of ten below 1 / num_units."""
     noise_multiplier: float | None = Field(default=None, gt=0)
+    """Noise stddev on the sum over clip_norm. Default: calibrated to target_epsilon."""
     expected_batch_size: float | None = Field(default=None, gt=0)
-    steps: int | None = Field(default=None, ge=1)
+    """Mean number of units in a Poisson draw; the divisor of the sum."""
+    steps: Annotated[int | None, FIRST] = Field(default=None, ge=1)
+    """Noisy releases, empty draws included."""
     clip_norm: float | None = Field(default=None, gt=0)
+    """L2 bound on the gradient of one unit."""
     clipping: Clipping = "flat"
+    """How units are clipped."""
     unit_norm: bool = False
+    """Divide by clip_norm too, so that one learning rate fits every clip_norm."""
     num_units: int | None = Field(default=None, ge=1)
+    """Number of privacy units, declared public. Default: counted with noise, charged."""
     count_noise_multiplier: float | None = Field(default=None, gt=0)
+    """Noise multiplier of that count."""
     most_rows_per_owner: int | None = Field(default=None, ge=1)
+    """With --units rows: use at most this many rows of an owner, and bound their epsilon too."""
     privacy_unit: str | None = None
+    """Word for what is protected: example, patient, user."""
     adjacency: Adjacency = "add_remove"
+    """Which datasets are neighbours."""
 
     @model_validator(mode="after")
-    def _names_a_budget(self) -> PrivacyConfig:
+    def _check(self) -> Self:
         if self.enabled and self.target_epsilon is None and self.noise_multiplier is None:
             raise ValueError("a private run needs target_epsilon or noise_multiplier")
         return self
 
 
-@final
-class RunConfig(_Settings):
-    """Everything that decides what a run computes, and nothing secret: it is part of the release.
+_OPTIMIZER_USES: Final[dict[str, set[str]]] = {
+    "sgd": {"momentum", "nesterov"},
+    "adam": {"betas", "eps"},
+    "adamw": {"betas", "eps"},
+    "nadam": {"betas", "eps", "momentum_decay"},
+    "rmsprop": {"momentum", "eps", "smoothing", "centered"},
+}
 
-    ``task``: a class for each picture, or for each pixel (segmentation). ``cache_features``: what a frozen front makes
-    of the pictures is kept in memory, on disk too, or computed anew. ``feature_precision``: how kept features are
-    computed; bfloat16 is several times faster where the processor has it.
+
+@final
+class OptimizerSettings(Settings):
+    """Optimisation: the update rule. Defaults are torch's."""
+
+    name: Annotated[Literal["sgd", "adam", "adamw", "nadam", "rmsprop"], Flag("--optimizer")] = "sgd"
+    """Update rule."""
+    learning_rate: Positive
+    """Step size, > 0. Default: chosen with the model."""
+    weight_decay: NotNegative | None = None
+    """Weight decay, >= 0. Default: torch's (0.01 for adamw, else 0)."""
+    momentum: BelowOne = 0.0
+    """Momentum of sgd and rmsprop, 0 to 1."""
+    nesterov: bool = False
+    """Nesterov momentum, with sgd."""
+    betas: Annotated[tuple[BelowOne, BelowOne], NO_FLAG] = (0.9, 0.999)
+    """Decay of the first and second moments, with adam, adamw and nadam."""
+    eps: Annotated[Positive, NO_FLAG] = 1e-8
+    """Added to the denominator, with adam, adamw, nadam and rmsprop."""
+    momentum_decay: Annotated[NotNegative, NO_FLAG] = 4e-3
+    """Momentum decay of nadam."""
+    smoothing: Annotated[BelowOne, NO_FLAG] = 0.99
+    """Decay of the squares, with rmsprop."""
+    centered: Annotated[bool, NO_FLAG] = False
+    """Subtract the mean, with rmsprop."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._refuse_unused(kind=self.name, uses=_OPTIMIZER_USES)
+        if self.nesterov and not self.momentum > 0:
+            raise ValueError(f"nesterov needs momentum > 0, got {self.momentum}. Set momentum, such as 0.9.")
+        return self
+
+    @property
+    def effective_weight_decay(self) -> float:
+        """The weight decay that is applied."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return 0.01 if self.name == "adamw" else 0.0
+
+
+_SCHEDULE_USES: Final[dict[str, set[str]]] = {
+    "constant": set(),
+    "step": {"every_steps", "factor"},
+    "cosine": {"final_fraction"},
+    "plateau": {"factor", "patience", "goal", "public_metric"},
+}
+
+
+@final
+class ScheduleSettings(Settings):
+    """Optimisation: the learning rate over steps, as a multiple of the optimizer's ``learning_rate``.
+
+    ``plateau`` multiplies by ``factor`` after more than ``patience`` reports in a row without improvement, which reads
+    a metric: ``public_metric=True`` declares that it is computed on public data, and the certificate repeats it.
     """
 
-    name: str = Field(default="run", pattern=r"^[^/\\\x00]{1,200}$")  # it becomes the name of a folder
-    task: Task = "classification"
-    loss: LossName | None = None
+    kind: Annotated[Literal["constant", "step", "cosine", "plateau"], Flag("--schedule")] = "constant"
+    """Learning rate over steps."""
+    warmup_steps: Count = 0
+    """Steps of linear rise at the start, with any schedule."""
+    every_steps: Annotated[AtLeastOne | None, Flag("--schedule-every-steps")] = None
+    """Steps between two drops, with --schedule step."""
+    factor: Annotated[float, Field(gt=0, lt=1, allow_inf_nan=False), Flag("--schedule-factor")] = 0.1
+    """Factor of a drop, between 0 and 1, with step and plateau."""
+    final_fraction: Annotated[Share, Flag("--schedule-final-fraction")] = 0.0
+    """Rate at the end over the rate at the start, 0 to 1, with cosine."""
+    patience: Annotated[Count, NO_FLAG] = 10
+    """Reports without improvement before a drop, with plateau."""
+    goal: Annotated[Literal["max", "min"], NO_FLAG] = "min"
+    """Whether a larger or a smaller metric is better, with plateau."""
+    public_metric: Annotated[bool, NO_FLAG] = False
+    """Declares that the metric is computed on public data only, with plateau."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._refuse_unused(kind=self.kind, uses=_SCHEDULE_USES)
+        if self.kind == "step" and self.every_steps is None:
+            raise ValueError("a step schedule needs every_steps, got none. Say after how many steps the rate drops.")
+        if self.kind == "plateau" and not self.public_metric:
+            raise ValueError(
+                "a plateau schedule looks at a metric, which would leak if it came from private data. Set "
+                "public_metric=true to declare that it is computed on public data, or choose cosine."
+            )
+        return self
+
+
+_AVERAGING_USES: Final[dict[str, set[str]]] = {"none": set(), "ema": {"decay", "start_step"}, "polyak": {"start_step"}}
+
+
+@final
+class AveragingSettings(Settings):
+    """Optimisation: averaged parameters beside the trained ones. Post-processing, so they cost no privacy.
+
+    ``ema`` with De et al.'s warm-up: after update t (counted from ``start_step``) the average keeps the share
+    ``min(decay, (1 + t) / (10 + t))`` of itself. ``polyak`` is the plain mean over all updates from ``start_step`` on.
+    """
+
+    kind: Annotated[Literal["none", "ema", "polyak"], Flag("--averaging")] = "none"
+    """Average of the parameters over steps that is evaluated and released."""
+    decay: Annotated[BelowOne, Flag("--averaging-decay")] = 0.9999
+    """Share of itself that the average keeps in a step, 0 to 1, with ema."""
+    start_step: Annotated[Count, Flag("--averaging-start-step")] = 0
+    """First step that is averaged."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._refuse_unused(kind=self.kind, uses=_AVERAGING_USES, label="averaging ")
+        return self
+
+
+@final
+class Performance(Settings):
+    """Output and speed: how a step is computed. Nothing here changes a result beyond rounding."""
+
+    microbatch_size: int | None = Field(default=None, ge=1)
+    """Units computed at a time: memory and speed only. Default: from --memory-mib."""
+    channels_last: Annotated[bool, Flag("--no-channels-last")] = True
+    """Don't lay images out channel by channel, which is faster on a CPU."""
+    kernels: Literal["auto", "native", "compiled", "plain"] = "auto"
+    """Compiled C++ (native), norms fused by torch.compile (compiled), PyTorch's own operations (plain); auto is native
+    where it is available, else plain."""
+    memory_mib: int = Field(default=256, ge=1)
+    """Memory of a micro-batch, in MiB; large models may take up to four times as much."""
+
+    def chosen_kernels(self) -> AbstractContextManager[None]:
+        """Use native kernels inside the context, unless ``kernels`` excludes them."""
+        from dpvision.kernels import switched_off
+
+        return switched_off(when=self.kernels in ("plain", "compiled"))
+
+
+@final
+class RunConfig(Settings):
+    """Everything that decides what a run computes, and nothing secret: it is part of the release."""
+
+    # The name becomes the name of a folder.
+    name: Annotated[str, OUTPUT] = Field(default="run", pattern=r"^[^/\\\x00]{1,200}$")
+    """Name of the run. Default: that of the data."""
+    task: Annotated[Task, Flag(panel="model")] = "classification"
+    """classification, or segmentation: every pixel has a class."""
+    loss: Annotated[LossName | None, Flag(panel="model")] = None
+    """Loss of a row; dice and dice_cross_entropy are for segmentation."""
     data: DataConfig
     model: ModelConfig | None = None
     views: ViewsConfig = ViewsConfig()
@@ -199,14 +429,18 @@ class RunConfig(_Settings):
     optimizer: OptimizerSettings | None = None
     schedule: ScheduleSettings = ScheduleSettings()
     averaging: AveragingSettings = AveragingSettings()
-    cache_features: Literal["memory", "disk", "off"] = "memory"
-    feature_precision: Literal["float32", "bfloat16"] = "float32"
-    evaluations: int = Field(default=10, ge=1)
-    checkpoint_every: int = Field(default=50, ge=1)
+    cache_features: Annotated[Literal["memory", "disk", "off"], Flag(panel="transfer")] = "memory"
+    """Where the features of a frozen backbone are kept; off computes them in every step."""
+    feature_precision: Annotated[Literal["float32", "bfloat16"], Flag(panel="transfer")] = "float32"
+    """Precision of those features; bfloat16 is faster where the processor has it."""
+    evaluations: Annotated[int, OUTPUT] = Field(default=10, ge=1)
+    """Points of the curve on the public test set."""
+    checkpoint_every: Annotated[int, OUTPUT] = Field(default=50, ge=1)
+    """Steps between two checkpoints."""
     performance: Performance = Performance()
 
     @model_validator(mode="after")
-    def _fits_its_task(self) -> RunConfig:
+    def _check(self) -> Self:
         if self.task == "segmentation":
             if self.transfer is not None and self.transfer.trained not in ("all", "last"):
                 raise ValueError("transfer.trained must be all or last for segmentation: its features are not kept")
@@ -219,7 +453,11 @@ class RunConfig(_Settings):
 
     @property
     def mechanism(self) -> Mechanism:
-        """The mechanism of a resolved, private configuration."""
+        """The mechanism of a resolved, private configuration.
+
+        Raises:
+            ArgumentError: the run is not private, or a field of the mechanism is still open.
+        """
         if not self.privacy.enabled:
             raise ArgumentError("a run without privacy has no mechanism.")
         self._require_resolved(*_MECHANISM_FIELDS)
@@ -239,16 +477,16 @@ class RunConfig(_Settings):
             raise ArgumentError(f"the configuration is not resolved: {', '.join(still_open)} still open.")
 
     def to_json(self) -> str:
-        """Canonical JSON: equal configurations give equal text."""
+        """Return canonical JSON: equal configurations give equal text."""
         return json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
 
     def digest(self) -> str:
-        """SHA-256 of what was configured; constants that the run itself released are left out."""
+        """Return the SHA-256 of what was configured, without the constants that the run itself released."""
         configured = self.with_normalisation(None, None)
         return hashlib.sha256(configured.to_json().encode()).hexdigest()
 
     def public(self) -> RunConfig:
-        """What is released of the configuration: names of files and folders, not where they lie."""
+        """Return what is released of the configuration: names of files and folders without their paths."""
         paths = ("source", "test", "masks", "test_masks", "unit_csv")
         names = {name: Path(value).name for name in paths if (value := getattr(self.data, name)) is not None}
         update: dict[str, Any] = {"data": self.data.model_copy(update={**names, "data_dir": None})}
@@ -257,12 +495,22 @@ class RunConfig(_Settings):
         return self.model_copy(update=update)
 
     def with_normalisation(self, mean: tuple[float, ...] | None, std: tuple[float, ...] | None) -> RunConfig:
-        """The same configuration with these constants for the pixels."""
+        """Return the same configuration with these pixel constants, one for each channel."""
         return self.model_copy(update={"data": self.data.model_copy(update={"mean": mean, "std": std})})
 
 
 def parse_config(values: dict[str, Any] | str | bytes) -> RunConfig:
-    """A configuration from JSON text or plain values; all problems in one line."""
+    """Read a configuration.
+
+    Args:
+        values: nested plain values, or JSON text of at most what fits into memory.
+
+    Returns:
+        The validated configuration.
+
+    Raises:
+        ArgumentError: one line that names up to ``MOST_SHOWN`` problems.
+    """
     try:
         if isinstance(values, dict):
             return RunConfig.model_validate(values)
@@ -272,7 +520,7 @@ def parse_config(values: dict[str, Any] | str | bytes) -> RunConfig:
 
 
 def one_line(error: ValidationError) -> str:
-    """A pydantic error as one line: where, what, and the value."""
+    """Write a pydantic error as one line: where, what, and the value."""
     parts = []
     for problem in error.errors(include_url=False):
         where = ".".join(str(part) for part in problem["loc"]) or "configuration"
@@ -285,7 +533,7 @@ def one_line(error: ValidationError) -> str:
 
 
 def required(value: T | None, name: str) -> T:
-    """A setting that must have been filled in by now."""
+    """Return a setting that must have been filled in by now."""
     if value is None:
         raise ArgumentError(f"the configuration is not resolved: {name} is still open.")
     return value

@@ -27,9 +27,9 @@ from benchmarks.machine import threads
 from benchmarks.page import write_page
 from benchmarks.suites import Item
 from benchmarks.timing import Times, time_contenders
+from dpvision.config import Performance
 from dpvision.errors import ArgumentError
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
-from dpvision.gradients.performance import Performance
 
 TINY = Workload.of("shoefit_cnn", batch=4)
 GOOD = """

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest, chisquare
 from torch import Tensor, nn
 
+from dpvision.config import Performance
 from dpvision.data import ImageStore, Normalisation, PoissonDraws, ViewSettings, erase_views, make_views
 from dpvision.data.augmentation import Padding, pad, rotate
 from dpvision.data.store import store_of_arrays
 from dpvision.errors import ArgumentError
 from dpvision.gradients.clipped_sum import clipped_sum_of_batch
-from dpvision.gradients.performance import Performance
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import Microbatch

@@ -16,7 +16,7 @@ import dpvision.training.stages as features_module
 import dpvision.training.stages as phases_module
 from dpvision import kernels as native
 from dpvision import models
-from dpvision.config import RunConfig
+from dpvision.config import Performance, RunConfig
 from dpvision.data import (
     FeatureDraws,
     Features,
@@ -28,7 +28,6 @@ from dpvision.data import (
 )
 from dpvision.data.features import BATCH
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
-from dpvision.gradients.performance import Performance
 from dpvision.inference import evaluate
 from dpvision.inference.load import load_released
 from dpvision.kernels import scatter as kernel

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpvision.config import Performance
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.gradients import ordinary, reference
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
 from dpvision.gradients.ordinary import ordinary_gradient
-from dpvision.gradients.performance import Performance
 from dpvision.models.layers import WSConv2d
 from dpvision.privacy.values import ClippedSum
 from grads_support import PaddedDraw, Root, cross_entropy, distance, relative_error, total_norm, wavy_loss

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dpvision.config import Performance
 from dpvision.gradients import clipped_sum, plan
 from dpvision.gradients.clipped_sum import Rows, Totals, clipped_sum_of_batch, unclipped_sum_of_batch
 from dpvision.gradients.layer_gradient import Kept, Share
-from dpvision.gradients.performance import Performance
 from dpvision.gradients.plan import search
 from dpvision.gradients.rules import weight_standardisation
 from dpvision.gradients.rules.weight_standardisation import Standardisation

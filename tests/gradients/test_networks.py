@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dpvision.config import Performance
 from dpvision.errors import PrivacyError
 from dpvision.gradients import reference
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
 from dpvision.gradients.ownership import duties_of
-from dpvision.gradients.performance import Performance
 from dpvision.gradients.plan import plan_for
 from dpvision.models import create
 from dpvision.models.layers import WSConv2d

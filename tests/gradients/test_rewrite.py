@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpvision import kernels
+from dpvision.config import Performance
 from dpvision.errors import ArgumentError
 from dpvision.gradients import ordinary, reference
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch, unclipped_sum_of_batch
@@ -18,7 +19,6 @@ from dpvision.gradients.fast import fast_twin, weight_cache
 from dpvision.gradients.fast.fused_conv import HeldWSConv2d, Winograd, WinogradConv2d, WinogradWSConv2d
 from dpvision.gradients.fast.fused_norm import FusedNorm
 from dpvision.gradients.ordinary import ordinary_gradient
-from dpvision.gradients.performance import Performance
 from dpvision.gradients.plan import plan_for
 from dpvision.models.layers import WSConv2d
 from grads_support import PaddedDraw, distance, relative_error, total_norm, wavy_loss

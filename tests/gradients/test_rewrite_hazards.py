@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpvision import kernels as native
+from dpvision.config import Performance
 from dpvision.errors import PrivacyError
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
 from dpvision.gradients.fast import fast_twin
-from dpvision.gradients.performance import Performance
 from dpvision.gradients.plan import plan_for
 from dpvision.models.layers import WSConv2d
 from dpvision.privacy.values import Microbatch

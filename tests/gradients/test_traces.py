@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dpvision.config import Performance
 from dpvision.errors import PrivacyError
 from dpvision.gradients import reference
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
 from dpvision.gradients.model_check import preflight
-from dpvision.gradients.performance import Performance
 from dpvision.privacy.values import Microbatch
 from grads_support import PaddedDraw, assert_same_traces, cross_entropy, relative_error, traces_of
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dpvision import kernels as native
+from dpvision.config import Performance
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
 from dpvision.gradients.layer_gradient import Share
-from dpvision.gradients.performance import Performance
 from dpvision.gradients.rules import weight_standardisation
 from dpvision.gradients.rules.rule import LayerCall
 from dpvision.kernels.filter_moments import filter_moments

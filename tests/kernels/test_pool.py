@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from dpvision import kernels as native
+from dpvision.config import Performance
 from dpvision.errors import ArgumentError
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
 from dpvision.gradients.fast import fast_twin
 from dpvision.gradients.fast.small_layers import FastMaxPool
-from dpvision.gradients.performance import Performance
 from dpvision.gradients.plan import plan_for
 from dpvision.kernels import pool
 from grads_support import relative_error

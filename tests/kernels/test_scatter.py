@@ -11,11 +11,11 @@ from torch._subclasses import FakeTensorMode
 
 from dpvision import kernels as native
 from dpvision import models
+from dpvision.config import Performance
 from dpvision.errors import ArgumentError
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
 from dpvision.gradients.fast.small_layers import FastScattering
 from dpvision.gradients.inference_forward import quick_forward
-from dpvision.gradients.performance import Performance
 from dpvision.gradients.plan import plan_for
 from dpvision.kernels import scatter as kernel
 from dpvision.kernels.channels_last import laid_out

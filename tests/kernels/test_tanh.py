@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from dpvision import kernels as native
+from dpvision.config import Performance
 from dpvision.errors import ArgumentError
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
 from dpvision.gradients.fast.small_layers import FastTanh
-from dpvision.gradients.performance import Performance
 from dpvision.gradients.plan import plan_for
 from dpvision.kernels import tanh as kernel
 from grads_support import relative_error

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpvision import models
+from dpvision.config import OptimizerSettings
 from dpvision.gradients.clipped_sum import clipped_sum
 from dpvision.gradients.model_check import preflight
 from dpvision.gradients.ownership import duties_of
@@ -27,7 +28,6 @@ from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.noise import privatize
 from dpvision.privacy.optimizer import Optimizer
 from dpvision.privacy.randomness import Keys
-from dpvision.privacy.schedules import OptimizerSettings
 from dpvision.privacy.values import Microbatch
 
 Build = Callable[[], nn.Module]

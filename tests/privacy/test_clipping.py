@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpvision import kernels as native
+from dpvision.config import Performance
 from dpvision.errors import ArgumentError
 from dpvision.gradients import reference
 from dpvision.gradients import reference as oracle
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
 from dpvision.gradients.ownership import trainable
-from dpvision.gradients.performance import Performance
 from dpvision.models.layers import ScalarGain, WSConv2d
 from dpvision.privacy.clipping import GAMMA, Clip, Limits, clip_factors
 from dpvision.privacy.mechanism import CLIPPINGS, Clipping

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dpvision.config import OptimizerSettings, ScheduleSettings
 from dpvision.errors import ArgumentError, PrivacyError
-from dpvision.privacy.schedules import OptimizerSettings, ScheduleSettings
 from dpvision.privacy.values import ClippedSum, OrdinaryGrad
 from optim_cases import (
     OPTIMIZERS,

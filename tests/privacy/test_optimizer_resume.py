@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dpvision.config import AveragingSettings, OptimizerSettings, ScheduleSettings
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.privacy.optimizer import Optimizer
-from dpvision.privacy.schedules import AveragingSettings, OptimizerSettings, ScheduleSettings
 from optim_cases import (
     AVERAGES,
     OPTIMIZERS,

@@ -11,9 +11,10 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from dpvision.config import AveragingSettings, OptimizerSettings, ScheduleSettings
 from dpvision.errors import ArgumentError
 from dpvision.privacy.optimizer import Optimizer
-from dpvision.privacy.schedules import AveragingSettings, OptimizerSettings, Schedule, ScheduleSettings
+from dpvision.privacy.schedules import Schedule
 from optim_cases import (
     AVERAGES,
     OPTIMIZERS,

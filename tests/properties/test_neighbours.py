@@ -15,10 +15,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 from dpvision.cli import app
-from dpvision.config import parse_config
+from dpvision.config import Performance, parse_config
 from dpvision.data import Normalisation, ViewSettings, load
 from dpvision.data.options import LoadOptions
-from dpvision.gradients.performance import Performance
 from dpvision.models.losses import loss_for
 from dpvision.privacy.clipping import Clip
 from dpvision.privacy.ledger import charges_of, read_ledger

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpvision.config import OptimizerSettings
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.noise import privatize
 from dpvision.privacy.optimizer import Optimizer
 from dpvision.privacy.randomness import Keys
-from dpvision.privacy.schedules import OptimizerSettings
 from dpvision.privacy.values import ClippedSum, OrdinaryGrad, PrivateGrad
 
 MECHANISM = Mechanism(num_units=100, expected_batch_size=10, clip_norm=1.0, noise_multiplier=1.0, steps=100)

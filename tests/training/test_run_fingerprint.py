@@ -10,8 +10,8 @@ import torch
 
 from dpvision import kernels as native
 from dpvision import models
+from dpvision.config import Performance
 from dpvision.gradients import plan
-from dpvision.gradients.performance import Performance
 from dpvision.training import run_fingerprint
 from dpvision.training.start import begin, come_back
 from dpvision.training.trainer import take_step

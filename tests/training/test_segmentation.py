@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 
 from dpvision import models
 from dpvision.cli import app
-from dpvision.config import parse_config
+from dpvision.config import Performance, parse_config
 from dpvision.data import ImageStore, PoissonDraws, fixed_normalisation, store_of_arrays
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.gradients.clipped_sum import clipped_sum_of_batch
-from dpvision.gradients.performance import Performance
 from dpvision.models.losses import loss_for
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.randomness import Keys

@@ -135,7 +135,7 @@ OPTIMIZERS = (
     ),
     *mutations(
         "privacy/test_schedules",
-        "privacy/schedules.py",
+        "config.py",
         ("plateau on private metrics", 'if self.kind == "plateau" and not self.public_metric:', "if False:"),
     ),
 )

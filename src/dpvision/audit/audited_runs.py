@@ -17,13 +17,22 @@ import torch
 from numpy.typing import NDArray
 
 from dpvision.accounting import guarantee
-from dpvision.config import DataConfig, ModelConfig, PrivacyConfig, RunConfig, parse_config, required
+from dpvision.config import (
+    AveragingSettings,
+    DataConfig,
+    ModelConfig,
+    OptimizerSettings,
+    PrivacyConfig,
+    RunConfig,
+    ScheduleSettings,
+    parse_config,
+    required,
+)
 from dpvision.data import ImageStore, Normalisation, store_of_arrays
 from dpvision.errors import ArgumentError, TamperError
 from dpvision.models import entry
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.randomness import Keys
-from dpvision.privacy.schedules import AveragingSettings, OptimizerSettings, ScheduleSettings
 from dpvision.release.statements import NOT_FOR_RELEASE
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, RunFolder

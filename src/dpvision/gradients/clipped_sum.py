@@ -15,12 +15,12 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 
+from dpvision.config import Performance
 from dpvision.errors import PrivacyError, Problems
 from dpvision.gradients.fast import SkinnyLinear, held_through_step
 from dpvision.gradients.layer_gradient import Finish, Share
 from dpvision.gradients.ownership import duties_of, trainable
 from dpvision.gradients.per_unit import LossFunction, UnitGradients, unit_gradients
-from dpvision.gradients.performance import Performance
 from dpvision.gradients.plan import Plan, plan_for
 from dpvision.gradients.refusals import movement
 from dpvision.gradients.synthetic_batch import same_attributes, stored

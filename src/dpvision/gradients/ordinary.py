@@ -8,12 +8,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from dpvision.config import Performance
 from dpvision.errors import ArgumentError, PrivacyError, Problems
 from dpvision.gradients.clipped_sum import unclipped_sum_of_batch
 from dpvision.gradients.fast.fused_conv import Winograd
 from dpvision.gradients.ownership import trainable
 from dpvision.gradients.per_unit import LossFunction, row_losses
-from dpvision.gradients.performance import Performance
 from dpvision.gradients.plan import Plan, plan_for, signature_of
 from dpvision.privacy.values import Batch, Microbatch
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dpvision import kernels as native
+from dpvision.config import Performance
 from dpvision.errors import ArgumentError, DPVisionError, PrivacyError
 from dpvision.gradients import batch_axes
 from dpvision.gradients.batch_axes import Layout, Layouts, Shapes, backpropagate, captured
@@ -26,7 +27,6 @@ from dpvision.gradients.fast.weight_cache import held_through_step
 from dpvision.gradients.layer_gradient import Share
 from dpvision.gradients.ownership import Duty, Exceptions, duties_of, trainable
 from dpvision.gradients.per_unit import LossFunction, UnitGradients, row_losses, unit_gradients, with_channels_last
-from dpvision.gradients.performance import Performance
 from dpvision.gradients.refusals import mixture, movement, not_alone, wrong_gradients
 from dpvision.gradients.separability import mixing_place, suspected_place
 from dpvision.gradients.synthetic_batch import evaluation_mode, only_unit, probe_like, repeated, restored, same_draws

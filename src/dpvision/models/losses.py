@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import final
 
 from torch import Tensor
 from torch.nn import functional as F
 
+from dpvision.config import LossName, Task
 from dpvision.errors import ArgumentError, Problems
 
-Task = Literal["classification", "segmentation"]
-LossName = Literal["cross_entropy", "dice", "dice_cross_entropy"]
 RowLoss = Callable[[Tensor, Tensor], Tensor]
 LOSSES: tuple[LossName, ...] = ("cross_entropy", "dice", "dice_cross_entropy")
 SMOOTHING = 1.0

@@ -12,10 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from dpvision.config import DataConfig, ModelConfig, Option, RunConfig, TransferConfig, ViewsConfig
+from dpvision.config import (
+    AveragingSettings,
+    DataConfig,
+    ModelConfig,
+    OptimizerSettings,
+    Option,
+    RunConfig,
+    ScheduleSettings,
+    TransferConfig,
+    ViewsConfig,
+)
 from dpvision.papers.recipe import NOT_RUN, Recipe, changed
 from dpvision.papers.recipe_data import CIFAR10, CIFAR100, FASHION, MNIST, SUBSETS, Dataset, reduced, subset_source
-from dpvision.privacy.schedules import AveragingSettings, OptimizerSettings, ScheduleSettings
 
 SOURCE: Final = "Making the shoe fit"
 CAPACITIES: Final = (4, 8, 15, 31, 64)

@@ -14,10 +14,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from dpvision.config import DataConfig, ModelConfig, Option, PrivacyConfig, RunConfig, TransferConfig, ViewsConfig
+from dpvision.config import (
+    AveragingSettings,
+    DataConfig,
+    ModelConfig,
+    OptimizerSettings,
+    Option,
+    PrivacyConfig,
+    RunConfig,
+    ScheduleSettings,
+    TransferConfig,
+    ViewsConfig,
+)
 from dpvision.papers.recipe import NOT_RUN, Recipe, changed
 from dpvision.papers.recipe_data import CIFAR10, CIFAR100, FASHION, MNIST, Dataset, reduced
-from dpvision.privacy.schedules import AveragingSettings, OptimizerSettings, ScheduleSettings
 
 
 def demo() -> Recipe:

@@ -6,10 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from dpvision.config import ModelConfig, RunConfig, TransferConfig, ViewsConfig
+from dpvision.config import (
+    AveragingSettings,
+    ModelConfig,
+    OptimizerSettings,
+    RunConfig,
+    ScheduleSettings,
+    TransferConfig,
+    ViewsConfig,
+)
 from dpvision.papers.recipe import Recipe
 from dpvision.papers.recipe_data import CIFAR10, CIFAR100, IMAGENETTE, TINY, Dataset, reduced
-from dpvision.privacy.schedules import AveragingSettings, OptimizerSettings, ScheduleSettings
 
 SOURCE: Final = "ScaleNorm"
 BATCH: Final = 1024

@@ -6,10 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from dpvision.config import ModelConfig, PrivacyConfig, RunConfig
+from dpvision.config import (
+    AveragingSettings,
+    ModelConfig,
+    OptimizerSettings,
+    PrivacyConfig,
+    RunConfig,
+    ScheduleSettings,
+)
 from dpvision.papers import recipe_data
 from dpvision.papers.recipe import Recipe, changed
-from dpvision.privacy.schedules import AveragingSettings, OptimizerSettings, ScheduleSettings
 
 SOURCE: Final = "ScaleNorm, Table 6.1"
 PATIENTS: Final = "ours: patients as units"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from dpvision.config import ModelConfig, Option, RunConfig
+from dpvision.config import ModelConfig, OptimizerSettings, Option, RunConfig, ScheduleSettings
 from dpvision.papers.recipe import Recipe, changed
 from dpvision.papers.recipe_data import CIFAR10, IMAGENETTE, Dataset, reduced
-from dpvision.privacy.schedules import OptimizerSettings, ScheduleSettings
 
 SOURCE: Final = "SmoothNet"
 EPSILON: Final = 7.0

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from dpvision.config import ModelConfig, Option, RunConfig, TransferConfig, ViewsConfig
+from dpvision.config import (
+    AveragingSettings,
+    ModelConfig,
+    OptimizerSettings,
+    Option,
+    RunConfig,
+    TransferConfig,
+    ViewsConfig,
+)
 from dpvision.papers.recipe import Recipe, changed
 from dpvision.papers.recipe_data import CIFAR10, IMAGENET, PLACES, Dataset, reduced
-from dpvision.privacy.schedules import AveragingSettings, OptimizerSettings
 
 SOURCE: Final = "De et al."
 # Epsilon: updates and test accuracy, median of five. Only 81.4 could be checked; the others are unchecked.

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dpvision.config import AveragingSettings, OptimizerSettings, ScheduleSettings
 from dpvision.errors import ArgumentError, PrivacyError
-from dpvision.privacy.schedules import Average, AveragingSettings, OptimizerSettings, Schedule, ScheduleSettings
+from dpvision.privacy.schedules import Average, Schedule
 from dpvision.privacy.values import OrdinaryGrad, PrivateGrad
 
 # R runs, W words of a run

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import final
 
 from dpvision.accounting import propose_delta
-from dpvision.config import ModelConfig, RunConfig
+from dpvision.config import AveragingSettings, ModelConfig, OptimizerSettings, RunConfig
 from dpvision.errors import ArgumentError
 from dpvision.models import catalogue, entry
-from dpvision.privacy.schedules import AveragingSettings, OptimizerSettings
 
 SMALL_DATA = 20_000
 SMALL_MODELS = frozenset({"shoefit_cnn", "linear", "scatter_linear"})

@@ -15,7 +15,7 @@ from typing import final
 import numpy as np
 
 from dpvision.accounting import Charges, calibrate_noise_multiplier, mechanism_guarantee
-from dpvision.config import DataConfig, RunConfig, parse_config, required
+from dpvision.config import DataConfig, OptimizerSettings, RunConfig, parse_config, required
 from dpvision.data import (
     ImageStore,
     LoadOptions,
@@ -33,7 +33,6 @@ from dpvision.errors import ArgumentError
 from dpvision.privacy.mechanism import Event, rounded_up
 from dpvision.privacy.noise import standard_normals
 from dpvision.privacy.randomness import Keys
-from dpvision.privacy.schedules import OptimizerSettings
 from dpvision.release.statements import COUNTED_UNITS as COUNT
 from dpvision.release.statements import PIXEL_STATISTICS, VOLUME
 from dpvision.training.defaults import (
