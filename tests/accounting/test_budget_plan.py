@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from dpvision.accounting import mechanism_guarantee, scaled
+from dpvision.accounting import guarantee, mechanism_guarantee, plan, scaled, steps_for_epochs
+from dpvision.accounting.budget_plan import default_batch_sizes
 from dpvision.cli.epsilon_command import plan as plan_command
 from dpvision.errors import ArgumentError
-from dpvision.privacy.mechanism import Mechanism, rounded_up
+from dpvision.privacy.mechanism import Event, Mechanism, rounded_up
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(plan_command)
@@ -142,3 +145,66 @@ def test_nonsense_is_one_clear_line_and_exit_code_2(line: str, message: str, for
     assert result.stderr.startswith("error: ")
     assert len(result.stderr.splitlines()) == 1
     assert message in result.stderr
+
+
+def test_a_plan_keeps_the_target_in_every_row() -> None:
+    rows = list(
+        plan(num_units=50_000, target_epsilon=3.0, delta=1e-5, expected_batch_sizes=(4096, 16384), epochs=(10, 30))
+    )
+    assert [(row.expected_batch_size, row.steps) for row in rows] == [
+        (4096, 123),
+        (4096, 367),
+        (16384, 31),
+        (16384, 92),
+    ]
+    for row in rows:
+        event = Event(sample_rate=row.sample_rate, noise_multiplier=row.noise_multiplier)
+        assert row.guarantee == guarantee([(event, row.steps)], delta=1e-5)
+        assert 3.0 * 0.999 < row.guarantee.epsilon <= 3.0
+        assert row.effective_noise == row.noise_multiplier / row.expected_batch_size
+        assert row.epochs == pytest.approx(row.steps * row.expected_batch_size / 50_000)
+    # A larger batch needs more noise, and still learns from a cleaner mean.
+    assert rows[2].noise_multiplier > rows[0].noise_multiplier
+    assert rows[2].effective_noise < rows[0].effective_noise
+
+
+def test_a_plan_may_be_asked_in_steps() -> None:
+    facts: dict[str, Any] = {"num_units": 1000, "target_epsilon": 3.0, "delta": 1e-4}
+    (row,) = plan(**facts, expected_batch_sizes=[250.0], steps=[40])
+    assert (row.steps, row.epochs) == (40, 10.0)
+    with pytest.raises(ArgumentError, match="epochs or steps, got both"):
+        list(plan(**facts, steps=[40], epochs=[3]))
+    with pytest.raises(ArgumentError, match=r"sample_rate must be <= 1"):
+        list(plan(**facts, expected_batch_sizes=[1001.0], steps=[40]))
+    with pytest.raises(ArgumentError, match="epochs must be a finite number > 0"):
+        list(plan(**facts, epochs=[math.nan]))
+
+
+def test_default_batch_sizes_suit_the_dataset() -> None:
+    assert default_batch_sizes(50_000) == (256, 1024, 4096, 16384)
+    assert default_batch_sizes(1797) == (16, 64, 256)
+    assert default_batch_sizes(3) == (3,)
+
+
+def test_epochs_become_the_first_whole_number_of_steps() -> None:
+    assert steps_for_epochs(60, num_units=60_000, expected_batch_size=256) == 14_063
+    assert steps_for_epochs(3 * 0.1, num_units=1000, expected_batch_size=100) == 3
+    assert steps_for_epochs(0.001, num_units=10, expected_batch_size=10) == 1
+
+
+def test_a_plan_can_be_drawn(tmp_path: Path) -> None:
+    from dpvision.accounting.budget_chart import draw_plan
+
+    rows = list(plan(num_units=1000, target_epsilon=3.0, delta=1e-4, expected_batch_sizes=(400, 800), steps=(2, 4)))
+    draw_plan(rows, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ArgumentError, match="at least one row"):
+        draw_plan([], tmp_path / "nothing.png")
+
+
+def test_the_example_of_the_page_on_accounting_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "accounting.md"
+    example = page.read_text().split("```python\n")[1].split("```")[0]
+    (tmp_path / "example.py").write_text(example)
+    runpy.run_path(str(tmp_path / "example.py"))
+    assert capsys.readouterr().out.strip() == example.rsplit("# ", 1)[1].strip()

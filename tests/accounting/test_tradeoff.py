@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dpvision.accounting import Charges, Profile, gaussian_dp, guarantee, privacy_profile, true_positive_bound
+from dpvision.accounting import (
+    Charges,
+    Profile,
+    balanced_accuracy_bound,
+    cautions,
+    describe,
+    full_profile,
+    gaussian_dp,
+    guarantee,
+    privacy_profile,
+    propose_delta,
+    true_positive_bound,
+)
 from dpvision.accounting.pld import gaussian_deltas
 from dpvision.errors import ArgumentError
-from dpvision.privacy.mechanism import Event
+from dpvision.privacy.mechanism import Adjacency, Event, Guarantee
 
 NORMAL = NormalDist()
 FLOOR = 1e-8
@@ -119,3 +134,136 @@ def test_a_rate_of_false_positives_outside_of_zero_and_one_is_refused() -> None:
     for rate in (-0.1, 1.1, math.nan):
         with pytest.raises(ArgumentError, match="false_positive_rate"):
             true_positive_bound(profile, false_positive_rate=rate)
+
+
+def pair_bound(epsilon: float, delta: float, rate: float) -> float:
+    return true_positive_bound(Profile.from_pairs([(epsilon, delta)]), false_positive_rate=rate)
+
+
+def test_the_bound_of_a_single_pair_has_its_known_values() -> None:
+    assert pair_bound(0.0, 1e-5, 0.01) == pytest.approx(0.01001)
+    assert pair_bound(1.0, 1e-5, 0.01) == pytest.approx(math.e / 100 + 1e-5)
+    # The other inequality: few false negatives are as hard to reach as few false positives.
+    assert pair_bound(3.0, 1e-5, 0.5) == pytest.approx(1 - math.exp(-3) * (1 - 1e-5 - 0.5))
+    assert pair_bound(1e9, 1e-5, 0.01) == 1.0
+    assert pair_bound(3.0, 1e-5, 0.0) == 1e-5
+    assert true_positive_bound(Profile.from_pairs([]), false_positive_rate=0.01) == 1.0
+
+
+def test_the_bound_of_a_single_pair_covers_the_best_attack_on_a_gaussian() -> None:
+    epsilon = guarantee(charges(1.0, 1.0, 1), delta=1e-3).epsilon
+    for rate in (1e-4, 1e-3, 0.01, 0.1, 0.5, 0.9):
+        assert pair_bound(epsilon, 1e-3, rate) >= gaussian_power(1.0, rate)
+
+
+@pytest.mark.parametrize("shift", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize("rate", [1e-4, 1e-3, 0.01, 0.1, 0.5])
+def test_exact_pairs_of_a_gaussian_bound_its_best_attack_closely(shift: float, rate: float) -> None:
+    epsilons = np.arange(0.05, 15, 0.05)
+    deltas = gaussian_deltas(shift, epsilons)
+    pairs = Profile(epsilons[deltas > 1e-14], deltas[deltas > 1e-14])
+    bound, power = true_positive_bound(pairs, false_positive_rate=rate), gaussian_power(shift, rate)
+    assert power <= bound + 1e-12  # rounding of the two computations
+    assert bound <= 1.05 * power + 1e-3  # the grid of epsilons is 0.05 wide
+
+
+def test_the_accuracy_bound_is_the_total_variation_of_the_gaussian_mechanism() -> None:
+    pairs = Profile.from_pairs([(1e-9, float(gaussian_deltas(1.0, np.array([1e-9]))[0]))])
+    assert balanced_accuracy_bound(pairs) == pytest.approx(NORMAL.cdf(0.5), abs=1e-6)
+
+
+@given(st.floats(min_value=0, max_value=1000), st.floats(min_value=1e-12, max_value=0.999), st.floats(0, 1))
+def test_bounds_on_attacks_are_never_below_guessing(epsilon: float, delta: float, rate: float) -> None:
+    assert rate <= pair_bound(epsilon, delta, rate) + 1e-12
+    assert pair_bound(epsilon, delta, rate) <= 1
+    assert 0.5 <= balanced_accuracy_bound(Profile.from_pairs([(epsilon, delta)])) <= 1
+
+
+def test_more_proved_pairs_never_loosen_the_bound() -> None:
+    two = Profile.from_pairs([(3.0, 1e-5), (1.5, 1e-2)])
+    for rate in (1e-4, 1e-3, 0.01, 0.1, 0.9):
+        assert true_positive_bound(two, false_positive_rate=rate) <= pair_bound(3.0, 1e-5, rate)
+
+
+def test_the_full_profile_ends_at_the_smallest_delta_that_can_be_proved() -> None:
+    short = full_profile(SETTINGS[0], delta=1e-5)
+    assert short.epsilons[-1] == guarantee(SETTINGS[0], delta=1e-8).epsilon
+    many = charges(0.001, 20.0, 10**7)  # so many steps leave rounding errors above 1e-8
+    assert full_profile(many, delta=1e-5).epsilons[-1] == guarantee(many, delta=1e-7).epsilon
+    with pytest.raises(ArgumentError, match="delta must be >"):
+        full_profile(many, delta=1e-10)
+
+
+def test_certificate_report_audit_and_command_line_state_the_same_bound() -> None:
+    import json
+
+    from typer.testing import CliRunner
+
+    from dpvision.cli import app
+    from dpvision.release.schema import Certificate
+    from dpvision.release.statements import proved_profile, spent_by
+    from tests.support.report_fixtures import certificate
+
+    setting = "epsilon --num-units 60000 --expected-batch-size 6000 --noise-multiplier 2.997 --steps 400 --delta 1e-5"
+    shown = json.loads(CliRunner().invoke(app, [*setting.split(), "--json"]).stdout)
+    spent = spent_by(tuple(SETTINGS[0]), delta=1e-5, adjacency="add_remove")
+    made = certificate(epsilon=spent.epsilon)
+    reported = true_positive_bound(proved_profile(Certificate.model_validate(made)), false_positive_rate=0.01)
+    assert dict(spent.attack_success)[0.01] == reported == shown["true_positive_rate_at_0.01"]
+    assert reported == pytest.approx(0.0510, abs=5e-5)
+    assert "finds at most 5.11 in 100 members" in shown["meaning"]
+
+
+def a_guarantee(epsilon: float, delta: float = 1e-5, adjacency: Adjacency = "add_remove") -> Guarantee:
+    return Guarantee(epsilon=epsilon, delta=delta, adjacency=adjacency, accountant="pld", privacy_unit="patient")
+
+
+@pytest.mark.parametrize(
+    ("num_units", "delta"),
+    [(1, 0.1), (10, 1e-2), (1797, 1e-4), (9469, 1e-5), (50_000, 1e-5), (60_000, 1e-5), (90_000, 1e-6), (10**6, 1e-7)],
+)
+def test_the_proposed_delta_is_a_power_of_ten_clearly_below_one_over_units(num_units: int, delta: float) -> None:
+    assert propose_delta(num_units) == delta
+    assert propose_delta(num_units) <= 2 / 3 / num_units
+
+
+@pytest.mark.parametrize("num_units", [0, -5, 2.5, True])
+def test_no_delta_is_proposed_for_nonsense(num_units: Any) -> None:
+    with pytest.raises(ArgumentError, match="num_units"):
+        propose_delta(num_units)
+
+
+@pytest.mark.parametrize(
+    ("adjacency", "words"),
+    [
+        ("add_remove", "Adding or removing one patient"),
+        ("zero_out", "Blanking out one patient"),
+        ("replace_one", "Replacing one patient by another"),
+    ],
+)
+def test_a_guarantee_is_told_in_plain_words(adjacency: Adjacency, words: str) -> None:
+    text = describe(a_guarantee(3.0, adjacency=adjacency))
+    assert words in text
+    assert "any outcome at most 20.1 times as likely, plus 1e-05" in text
+    assert "finds at most 20.1 in 100 members" in text
+    assert "moderate" in text
+
+
+def test_words_follow_epsilon() -> None:
+    assert "strong" in describe(a_guarantee(0.5))
+    assert "weak" in describe(a_guarantee(15.0))
+    assert "practically no guarantee" in describe(a_guarantee(1e6))
+
+
+def test_delta_at_or_above_one_over_units_is_warned_of() -> None:
+    (warning,) = cautions(a_guarantee(3.0, delta=1e-4), num_units=10_000)
+    assert "not below 1/num_units" in warning
+    assert "Use 1e-05 or less" in warning
+    assert cautions(a_guarantee(3.0, delta=1e-4), num_units=9_999) == ()
+
+
+def test_meaninglessly_large_epsilons_are_warned_of() -> None:
+    assert cautions(a_guarantee(10.0), num_units=100) == ()
+    assert "weak promise" in cautions(a_guarantee(12.0), num_units=100)[0]
+    assert "next to nothing" in cautions(a_guarantee(50.0), num_units=100)[0]
+    assert len(cautions(a_guarantee(50.0), num_units=10**6)) == 2

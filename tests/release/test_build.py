@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -262,14 +263,22 @@ def test_units_that_are_held_out_are_named_as_uncovered(tmp_path: Path) -> None:
 def test_the_page_says_where_mu_ends(tmp_path: Path) -> None:
     ledger_of(tmp_path)
     made = certificate(tmp_path)
-    page, earlier = known_certificate_pages(made)
+    page, _, earlier = known_certificate_pages(made)
     assert page == render_certificate_page(made)
     up_to = f"{made['gaussian_dp']['epsilon_up_to']:.4g}"
     words = f"At every epsilon up to {up_to} the run is at least as private as one Gaussian"
     assert words in page
     assert words in earlier
     assert "Beyond that epsilon mu proves nothing" in page
-    assert len(earlier) < len(page)
+    assert "Beyond that epsilon" not in earlier
+
+
+def test_a_page_with_the_attack_bound_of_one_pair_is_known(tmp_path: Path) -> None:
+    ledger_of(tmp_path)
+    made = certificate(tmp_path)
+    page, with_pair, _ = known_certificate_pages(made)
+    said = [float(re.findall(r"finds at most (\S+) in 100", text)[0]) for text in (page, with_pair)]
+    assert said[0] < said[1]
 
 
 def test_a_number_of_units_that_was_counted_with_noise_is_charged_and_not_declared(tmp_path: Path) -> None:

@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import report_fixtures as made_up
-from dpvision.accounting import guarantee
+from dpvision.accounting import Profile, guarantee, true_positive_bound
 from dpvision.errors import DPVisionError
 from dpvision.privacy.mechanism import Adjacency, Event
-from dpvision.release import report_attack, report_words
+from dpvision.release import report_words
 from dpvision.release.report_axes import ticks
 from dpvision.release.report_facts import checked_certificate
 from dpvision.release.report_markup import element, visible
 from dpvision.release.report_page import write_report
 from dpvision.release.report_terminal import figures_of, summary_lines
 from dpvision.release.report_words import SPACE
+from dpvision.release.statements import proved_profile
 from report_page import Page
 
 
@@ -281,60 +282,13 @@ def test_shown_epsilon_and_delta_are_never_below_the_true_ones(epsilon: float, d
     assert float(f"{factor}e{exponent}") >= delta
 
 
-def gaussian_power(shift: float, false_positive_rate: float) -> float:
-    from scipy.stats import norm
-
-    return float(norm.sf(norm.isf(false_positive_rate) - shift))
-
-
-def gaussian_delta(shift: float, epsilon: float) -> float:
-    """The exact delta of the Gaussian mechanism with noise multiplier 1/shift (Balle and Wang, 2018)."""
-    from scipy.stats import norm
-
-    return float(norm.cdf(shift / 2 - epsilon / shift) - math.exp(epsilon) * norm.cdf(-shift / 2 - epsilon / shift))
-
-
-@pytest.mark.parametrize("shift", [0.1, 1.0, 3.0])
-@pytest.mark.parametrize("rate", [1e-4, 1e-3, 0.01, 0.1, 0.5])
-def test_the_best_possible_attack_stays_below_the_bound_and_comes_near_it(shift: float, rate: float) -> None:
-    """Telling N(0, 1) from N(shift, 1) is the best attack on one Gaussian release; its power is known exactly."""
-    pairs = [(0.05 * index, gaussian_delta(shift, 0.05 * index)) for index in range(1, 300)]
-    pairs = [(epsilon, delta) for epsilon, delta in pairs if delta > 1e-14]
-    bound = report_attack.true_positive_bound(pairs, rate)
-    power = gaussian_power(shift, rate)
-    assert power <= bound + 1e-12  # rounding of the two computations
-    assert bound <= 1.05 * power + 1e-3  # the grid of epsilons is 0.05 wide
-
-
-def test_equal_odds_bound_is_the_total_variation_of_the_gaussian_mechanism() -> None:
-    from scipy.stats import norm
-
-    pairs = [(1e-9, gaussian_delta(1.0, 1e-9))]
-    assert report_attack.balanced_attack_bound(pairs) == pytest.approx(float(norm.cdf(0.5)), abs=1e-6)
-
-
-@given(st.floats(min_value=0, max_value=1000), st.floats(min_value=1e-12, max_value=0.999), st.floats(0, 1))
-def test_attack_bounds_are_shares_and_never_below_guessing(epsilon: float, delta: float, rate: float) -> None:
-    bound = report_attack.true_positive_bound([(epsilon, delta)], rate)
-    assert min(1.0, rate) <= bound + 1e-12
-    assert bound <= 1
-    assert 0.5 <= report_attack.balanced_attack_bound([(epsilon, delta)]) <= 1
-
-
-def test_more_proved_pairs_never_loosen_the_bound() -> None:
-    one, two = [(3.0, 1e-5)], [(3.0, 1e-5), (1.5, 1e-2)]
-    for rate in (1e-4, 1e-3, 0.01, 0.1, 0.9):
-        assert report_attack.true_positive_bound(two, rate) <= report_attack.true_positive_bound(one, rate)
-
-
 def test_charges_sharpen_the_bound_only_when_they_give_the_stated_epsilon() -> None:
     def bound(**changes: Any) -> float:
         certificate = checked_certificate(made_up.certificate(**changes))
-        return report_attack.true_positive_bound(report_attack.proved_pairs(certificate), 0.01)
+        return true_positive_bound(proved_profile(certificate), false_positive_rate=0.01)
 
-    stated_only = report_attack.true_positive_bound(
-        [(p["epsilon"], p["delta"]) for p in made_up.certificate()["curve"]], 0.01
-    )
+    pairs = [(p["epsilon"], p["delta"]) for p in made_up.certificate()["curve"]]
+    stated_only = true_positive_bound(Profile.from_pairs(pairs), false_positive_rate=0.01)
     assert 0.01 < bound() < 0.06
     assert bound(charged=[]) == stated_only
     few = [{"purpose": "training step", "sample_rate": 0.1, "noise_multiplier": 2.997, "count": 4}]
@@ -350,7 +304,7 @@ def test_the_bound_knows_which_data_are_neighbours() -> None:
     def bound(adjacency: Adjacency) -> float:
         epsilon = guarantee(charges, delta=1e-5, adjacency=adjacency).epsilon
         certificate = made_up.certificate(adjacency=adjacency, epsilon=epsilon, curve=[])
-        return report_attack.true_positive_bound(report_attack.proved_pairs(checked_certificate(certificate)), 0.01)
+        return true_positive_bound(proved_profile(checked_certificate(certificate)), false_positive_rate=0.01)
 
     assert bound("replace_one") > 1.5 * bound("add_remove")
 

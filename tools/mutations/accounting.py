@@ -42,7 +42,7 @@ ACCOUNTING = (
         ("calibration forgets extra charges", "together = [*charges, *self.extra]", "together = [*charges]"),
     ),
     *mutations(
-        "accounting/test_attack_success",
+        "accounting/test_tradeoff",
         "accounting/tradeoff.py",
         ("delta of 1 / num_units is fine", "guarantee.delta * num_units >= 1", "guarantee.delta * num_units > 1"),
         ("the proposed delta is too large", "_CLEARLY_BELOW = 2 / 3", "_CLEARLY_BELOW = 2.0"),

@@ -10,11 +10,14 @@ from dpvision.accounting.groups import owner_guarantee, row_guarantee
 from dpvision.accounting.published import Published, published_settings
 from dpvision.accounting.selection import STOPPINGS, Stopping, all_trials, best_of_random_many
 from dpvision.accounting.tradeoff import (
+    CURVE_DELTAS,
+    DISPLAY_RATE,
     GaussianDP,
     Profile,
-    attack_success,
+    balanced_accuracy_bound,
     cautions,
     describe,
+    full_profile,
     gaussian_dp,
     privacy_profile,
     propose_delta,
@@ -22,6 +25,8 @@ from dpvision.accounting.tradeoff import (
 )
 
 __all__ = [
+    "CURVE_DELTAS",
+    "DISPLAY_RATE",
     "STOPPINGS",
     "Accountant",
     "Charges",
@@ -32,13 +37,14 @@ __all__ = [
     "Published",
     "Stopping",
     "all_trials",
-    "attack_success",
+    "balanced_accuracy_bound",
     "best_of_random_many",
     "calibrate_expected_batch_size",
     "calibrate_noise_multiplier",
     "calibrate_steps",
     "cautions",
     "describe",
+    "full_profile",
     "gaussian_dp",
     "guarantee",
     "mechanism_guarantee",

@@ -1,11 +1,14 @@
-"""The whole curve of a run: what its charges prove at every epsilon, and what that leaves to an attacker.
+"""What a guarantee means for an attacker: privacy profiles, Gaussian DP, and the one bound on membership attacks.
 
-What an epsilon means, in plain words and in the success of attacks.
+A run proves not one (epsilon, delta) pair but a whole curve of them, its privacy profile. ``true_positive_bound`` turns
+a profile into a bound on every membership test. The certificate, the report, the audit and ``dpvision epsilon`` all
+call it with ``full_profile``. Where only a pair is known, ``Profile.from_pairs`` gives the (looser) bound of that pair.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
@@ -14,34 +17,44 @@ from numpy.typing import NDArray
 
 from dpvision.accounting.charges import Charges, check_request, merge
 from dpvision.accounting.pld import gaussian_deltas, pld_deltas, pld_epsilon, shift_without_sampling
-from dpvision.errors import Problems
+from dpvision.errors import ArgumentError, Problems
 from dpvision.privacy.mechanism import Adjacency, Guarantee, rounded_up
 
 POINTS = 2048
+CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
+"""Deltas at which a certificate states its epsilon; the smallest one ends the profile."""
+DISPLAY_RATE = 0.01
+"""The false-positive rate of ``describe`` and of ``dpvision epsilon``."""
 _ROUNDING = 1e-9  # of the Gaussian's deltas, relative; the search below stays on the safe side of it
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Pairs that all hold at once: at ``epsilons[i]`` the charges keep ``deltas[i]``.
+    """The privacy profile of a release: (epsilon, delta) pairs that all hold at once.
 
-    ``most_mu`` is the shift of a Gaussian release that is no better than the charges at any epsilon: their own without
-    sampling.
+    ``deltas[i]`` holds at ``epsilons[i]``. ``most_mu`` is the shift of a Gaussian release that is at most as private as
+    the charges at every epsilon (the charges without subsampling), or infinity where only pairs are known.
     """
 
     epsilons: NDArray[np.float64]
     deltas: NDArray[np.float64]
-    most_mu: float
+    most_mu: float = math.inf
+
+    @classmethod
+    def from_pairs(cls, pairs: Iterable[tuple[float, float]]) -> Profile:
+        """Make a profile of stated (epsilon, delta) pairs, where the charges behind them are not known."""
+        known = sorted(pairs)
+        return cls(np.array([epsilon for epsilon, _ in known]), np.array([delta for _, delta in known]))
 
 
 @final
 @dataclass(frozen=True)
 class GaussianDP:
-    """A Gaussian release with shift ``mu`` is no more private than the charges, at epsilons up to ``epsilon_up_to``.
+    """A Gaussian release with shift ``mu`` is at most as private as the charges, at epsilons up to ``epsilon_up_to``.
 
-    Poisson sampling leaves rare draws in which a unit takes part very often. Far out in the tails they are all that
-    counts, and no mu below that without sampling would hold there: so it is said up to where the statement goes.
+    With Poisson sampling there are rare runs in which one unit is drawn very often. They dominate the far tail, where
+    only the ``mu`` without sampling would hold. So the statement names the range of epsilons in which it is proved.
     """
 
     mu: float
@@ -49,9 +62,21 @@ class GaussianDP:
 
 
 def privacy_profile(charges: Charges, *, delta: float, adjacency: Adjacency = "add_remove") -> Profile:
-    """Pairs from epsilon 0 to the one at which ``delta`` is kept.
+    """Compute the profile of the charges from epsilon 0 to the epsilon that holds at ``delta``.
 
-    Guarantee: every pair is an upper bound by PLD.
+    Args:
+        charges: Noisy releases and how often each was made.
+        delta: The smallest delta of the profile, in (0, 1).
+        adjacency: Which datasets are neighbours.
+
+    Returns:
+        2048 equally spaced epsilons with their deltas (one pair if nothing was charged).
+
+    Raises:
+        ArgumentError: A value is out of range, or rounding errors would decide the result at this delta.
+
+    Guarantee:
+        Every pair is an upper bound by PLD.
     """
     check_request(charges, delta=delta, adjacency=adjacency)
     last = pld_epsilon(charges, delta=delta, adjacency=adjacency)
@@ -60,11 +85,45 @@ def privacy_profile(charges: Charges, *, delta: float, adjacency: Adjacency = "a
     return Profile(epsilons, deltas, shift_without_sampling(merge(charges), adjacency))
 
 
-def gaussian_dp(profile: Profile) -> GaussianDP:
-    """The least mu whose curve of deltas lies above the proved one, from epsilon 0 to the profile's last.
+def full_profile(charges: Charges, *, delta: float, adjacency: Adjacency = "add_remove") -> Profile:
+    """Compute the profile down to the smallest of ``delta`` and ``CURVE_DELTAS`` at which an epsilon can be proved.
 
-    Guarantee: holds between the profile's points too, because deltas fall as epsilons rise: each delta is compared with
-    that of the Gaussian at the next point.
+    Certificates, reports, audits and ``dpvision epsilon`` bound attacks with this profile, so that all of them state
+    the same numbers for the same charges.
+
+    Args:
+        charges: Noisy releases and how often each was made.
+        delta: The delta of the guarantee, in (0, 1).
+        adjacency: Which datasets are neighbours.
+
+    Returns:
+        The profile; see ``privacy_profile``.
+
+    Raises:
+        ArgumentError: No finite epsilon can be proved, not even at ``delta``.
+    """
+    for least in sorted({delta, *CURVE_DELTAS} - {other for other in CURVE_DELTAS if other > delta}):
+        try:
+            if math.isfinite(pld_epsilon(charges, delta=least, adjacency=adjacency)):
+                return privacy_profile(charges, delta=least, adjacency=adjacency)
+        except ArgumentError:
+            if least == delta:
+                raise
+    raise ArgumentError(f"no finite epsilon can be proved at delta {delta:g}. Choose a larger delta.")
+
+
+def gaussian_dp(profile: Profile) -> GaussianDP:
+    """Find the smallest mu whose Gaussian profile lies above the given one at all of its epsilons.
+
+    Args:
+        profile: A profile with a finite ``most_mu``, from ``privacy_profile``.
+
+    Returns:
+        mu, and the largest epsilon for which the comparison holds.
+
+    Guarantee:
+        Holds between the profile's points too: deltas fall as epsilon rises, so each delta is compared with the
+        Gaussian delta of the next point.
     """
     following = np.append(profile.epsilons[1:], profile.epsilons[-1])
     low, high = 0.0, profile.most_mu
@@ -76,9 +135,29 @@ def gaussian_dp(profile: Profile) -> GaussianDP:
 
 
 def true_positive_bound(profile: Profile, *, false_positive_rate: float) -> float:
-    """The most members that any test can recognise while it wrongly accuses ``false_positive_rate`` of the others.
+    """Bound the true-positive rate of every membership test at a given false-positive rate.
 
-    Guarantee: an upper bound against every attacker: each pair gives one, and the smallest of them holds.
+    A mechanism is (epsilon, delta)-private exactly if every test between two neighbours satisfies
+
+        TPR <= e^epsilon * FPR + delta    and    1 - FPR <= e^epsilon * (1 - TPR) + delta
+
+    (Kairouz, Oh, Viswanath 2015, theorem 2.1). The second inequality gives TPR <= 1 - e^-epsilon (1 - delta - FPR). All
+    pairs of a profile hold at once, so the smallest bound over its pairs holds as well. With the whole curve this is
+    the trade-off function of the mechanism (Dong, Roth, Su 2022, proposition 2.12); with the single pair of
+    ``Profile.from_pairs([(epsilon, delta)])`` it is the bound of that pair, which is much looser.
+
+    Args:
+        profile: Pairs that hold at once. Without pairs nothing is proved, and the bound is 1.
+        false_positive_rate: Share of non-members that the test takes for members, from 0 to 1.
+
+    Returns:
+        The largest possible share of members that the test recognises, from 0 to 1.
+
+    Raises:
+        ArgumentError: The rate is outside [0, 1].
+
+    Guarantee:
+        An upper bound for every attacker, whatever they know, about the presence of one privacy unit.
     """
     problems = Problems()
     problems.require(
@@ -87,13 +166,31 @@ def true_positive_bound(profile: Profile, *, false_positive_rate: float) -> floa
     problems.raise_if_any()
     by_positives = np.exp(np.minimum(profile.epsilons, 700.0)) * false_positive_rate + profile.deltas
     by_negatives = 1 - np.exp(-profile.epsilons) * (1 - profile.deltas - false_positive_rate)
-    return float(np.clip(np.minimum(by_positives, by_negatives).min(), 0.0, 1.0))
+    return float(np.clip(np.minimum(by_positives, by_negatives).min(initial=1.0), 0.0, 1.0))
+
+
+def balanced_accuracy_bound(profile: Profile) -> float:
+    """Bound the accuracy of every membership test when members and non-members are equally likely.
+
+    The sum of the two inequalities of ``true_positive_bound`` gives, for each pair, an accuracy
+    (TPR + 1 - FPR) / 2 of at most (e^epsilon + delta) / (e^epsilon + 1).
+
+    Args:
+        profile: Pairs that hold at once.
+
+    Returns:
+        The largest possible share of correct answers, from 0.5 to 1.
+
+    Guarantee:
+        An upper bound for every attacker.
+    """
+    inverse = np.exp(-profile.epsilons)  # instead of e^epsilon, which may overflow
+    return float(((1 + profile.deltas * inverse) / (1 + inverse)).min(initial=1.0))
 
 
 # Largest share of 1/num_units that still counts as clearly below it.
 _CLEARLY_BELOW = 2 / 3
 _STRONG, _WEAK, _MEANINGLESS = 1.0, 10.0, 20.0
-_DISPLAY_RATE = 0.01
 
 
 def propose_delta(num_units: int) -> float:
@@ -107,36 +204,31 @@ def propose_delta(num_units: int) -> float:
     return float(f"1e-{exponent}")
 
 
-def attack_success(guarantee: Guarantee, *, false_positive_rate: float) -> float:
-    """The most true positives that any membership test can have at this rate of false positives.
+def describe(guarantee: Guarantee, *, true_positive_rate: float | None = None) -> str:
+    """Explain a guarantee in one sentence for readers who do not know differential privacy.
 
-    Guarantee: holds against every attacker, whatever they know, for one unit and its presence or absence.
+    Args:
+        guarantee: What is proved.
+        true_positive_rate: ``true_positive_bound`` at a false-positive rate of 0.01 from the whole profile. Without
+            it, the sentence uses the looser bound of the (epsilon, delta) pair.
+
+    Returns:
+        The sentence. All numbers in it are rounded up.
     """
-    problems = Problems()
-    problems.require(
-        0 <= false_positive_rate <= 1, f"false_positive_rate must lie between 0 and 1, got {false_positive_rate}."
-    )
-    problems.raise_if_any()
-    epsilon, delta = guarantee.epsilon, guarantee.delta
-    by_positives = math.exp(min(epsilon, 700.0)) * false_positive_rate + delta
-    by_negatives = 1 - math.exp(-epsilon) * (1 - delta - false_positive_rate)
-    return max(0.0, min(1.0, by_positives, by_negatives))
-
-
-def describe(guarantee: Guarantee) -> str:
-    """One sentence for a reader who has never heard of epsilon."""
     change = {
         "add_remove": f"Adding or removing one {guarantee.privacy_unit}",
         "zero_out": f"Blanking out one {guarantee.privacy_unit}",
         "replace_one": f"Replacing one {guarantee.privacy_unit} by another",
     }[guarantee.adjacency]
-    success = attack_success(guarantee, false_positive_rate=_DISPLAY_RATE)
+    if true_positive_rate is None:
+        pair = Profile.from_pairs([(guarantee.epsilon, guarantee.delta)])
+        true_positive_rate = true_positive_bound(pair, false_positive_rate=DISPLAY_RATE)
     factor = math.exp(min(guarantee.epsilon, 700.0))
     return (
         f"{change} makes any outcome at most {rounded_up(factor, digits=3)} times as likely, plus "
         f"{rounded_up(guarantee.delta)}; an attacker who "
-        f"may wrongly accuse 1 in 100 outsiders finds at most {rounded_up(100 * success, digits=3)} in 100 members "
-        f"(epsilon {rounded_up(guarantee.epsilon)}, {_strength(guarantee.epsilon)})."
+        f"may wrongly accuse 1 in 100 outsiders finds at most {rounded_up(100 * true_positive_rate, digits=3)} in 100 "
+        f"members (epsilon {rounded_up(guarantee.epsilon)}, {_strength(guarantee.epsilon)})."
     )
 
 

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from dpvision import __version__
-from dpvision.accounting import attack_success
+from dpvision.accounting import Profile, true_positive_bound
 from dpvision.audit.audited_runs import Subject
 from dpvision.audit.canaries import CanaryAudit
 from dpvision.audit.mechanism_check import Check
 from dpvision.audit.membership import MembershipAudit
 from dpvision.errors import ArgumentError
-from dpvision.privacy.mechanism import Guarantee, rounded_up
+from dpvision.privacy.mechanism import rounded_up
 from dpvision.release.attachments import attach
+from dpvision.release.schema import parse_certificate
+from dpvision.release.statements import proved_profile
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import RunFolder
 
@@ -95,12 +97,12 @@ def canary_document(subject: Subject, audit: CanaryAudit) -> Document:
 def membership_document(audits: Iterable[MembershipAudit], certificate: Mapping[str, Any]) -> Document:
     """The attacks on a finished run, beside what its certificate allows. Private."""
     rows = [audit.to_dict() for audit in audits]
+    profile = proved_profile(parse_certificate(certificate))
     return {
         "kind": "membership inference",
         "attacks": rows,
         "most_true_positives": {
-            str(at["false_positive_rate"]): _allowed(certificate, at["false_positive_rate"])
-            for at in rows[0]["at_rates"]
+            str(at["false_positive_rate"]): _allowed(profile, at["false_positive_rate"]) for at in rows[0]["at_rates"]
         },
         "shows": "How well these attacks tell pictures that were trained on from pictures that were not.",
         "does_not_show": _MEMBERSHIP_LIMITS,
@@ -148,13 +150,9 @@ def keep_private(run: Path, document: Document) -> Path:
         return folder.private / "unsafe_membership.json"
 
 
-def _allowed(certificate: Mapping[str, Any], rate: float) -> float | None:
-    """The most true positives that the certificate leaves to any attacker; None without privacy."""
-    epsilon, delta = certificate.get("epsilon"), certificate.get("delta")
-    if epsilon is None or delta is None:
-        return None
-    proved = Guarantee(epsilon=epsilon, delta=delta, adjacency="add_remove", accountant="pld")
-    return attack_success(proved, false_positive_rate=rate)
+def _allowed(profile: Profile, rate: float) -> float | None:
+    """The largest true-positive rate that the certificate allows at this false-positive rate; None without privacy."""
+    return true_positive_bound(profile, false_positive_rate=rate) if profile.epsilons.size else None
 
 
 def _finite(value: float) -> float | None:

@@ -252,9 +252,20 @@ def _solve(unknown: str, *, num_units: int, delta: float, adjacency: str, given:
 def _print_mechanism(
     mechanism: Mechanism, *, delta: tuple[float, bool], json: bool, extra: dict[str, Any] | None = None
 ) -> None:
-    from dpvision.accounting import attack_success, cautions, describe, mechanism_guarantee
+    from dpvision.accounting import (
+        DISPLAY_RATE,
+        cautions,
+        describe,
+        full_profile,
+        mechanism_guarantee,
+        true_positive_bound,
+    )
 
     by_pld = mechanism_guarantee(mechanism, delta=delta[0])
+    charges = [(mechanism.step_event, mechanism.steps)]
+    profile = full_profile(charges, delta=delta[0], adjacency=mechanism.adjacency)
+    attack = true_positive_bound(profile, false_positive_rate=DISPLAY_RATE)
+    meaning = describe(by_pld, true_positive_rate=attack)
     epsilon_rdp, note = _rdp_if_proved(mechanism, delta[0])
     warnings = [*cautions(by_pld, num_units=mechanism.num_units), *note]
     figures: dict[str, Any] = {
@@ -274,14 +285,13 @@ def _print_mechanism(
     for warning in warnings:
         typer.echo(f"warning: {warning}", err=True)
     if json:
-        success = attack_success(by_pld, false_positive_rate=0.01)
-        words = {"true_positive_rate_at_0.01": success, "meaning": describe(by_pld), "cautions": warnings}
+        words = {"true_positive_rate_at_0.01": attack, "meaning": meaning, "cautions": warnings}
         print_json({**figures, **words})
         return
     for name, value in figures.items():
         if value is not None and name != "delta_proposed":
             typer.echo(f"{name:20} {_shown(name, value)}")
-    typer.echo(describe(by_pld))
+    typer.echo(meaning)
 
 
 def _shown(name: str, value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dpvision.accounting import cautions, describe
+from dpvision.accounting import DISPLAY_RATE, cautions, describe
 from dpvision.privacy.mechanism import Guarantee, rounded_up
 from dpvision.release.schema import Certificate, parse_certificate
 
@@ -41,9 +41,15 @@ def _guarantee_lines(certificate: Certificate) -> Iterator[str]:
         f"Epsilon {rounded_up(proved.epsilon)} at delta {rounded_up(proved.delta)} for {proved.adjacency} of one "
         f"{proved.privacy_unit}, by PLD ({rounded_up(certificate.epsilon_rdp)} by RDP)."
     )
-    yield describe(proved)
+    yield describe(proved, true_positive_rate=_stated_bound(certificate))
     yield from _other_lines(certificate)
     yield from (f"Caution: {text}" for text in cautions(proved, num_units=certificate.mechanism["num_units"]))
+
+
+def _stated_bound(certificate: Certificate) -> float | None:
+    """The certificate's bound on attacks at the rate that ``describe`` names; None in releases without one."""
+    bounds = {bound.false_positive_rate: bound.true_positive_rate for bound in certificate.attack_success}
+    return bounds.get(DISPLAY_RATE)
 
 
 def _other_lines(certificate: Certificate) -> Iterator[str]:
@@ -78,9 +84,19 @@ def render_certificate_page(certificate: Mapping[str, Any]) -> str:
 
 
 def known_certificate_pages(certificate: Mapping[str, Any]) -> tuple[str, ...]:
-    """The page, and as it was before it said where mu ends: releases of that time are still right."""
+    """The page, and its two earlier forms, so that earlier releases still verify.
+
+    Earlier pages described the attack bound of one (epsilon, delta) pair, and still earlier ones did not say where mu
+    ends.
+    """
     page = render_certificate_page(certificate)
-    return page, page.replace(_WHERE_MU_ENDS, "")
+    parsed = parse_certificate(certificate)
+    proved = _proved(parsed)
+    earlier = page
+    if proved is not None:
+        now = _safe(describe(proved, true_positive_rate=_stated_bound(parsed)))
+        earlier = page.replace(now, _safe(describe(proved)))
+    return page, earlier, earlier.replace(_WHERE_MU_ENDS, "")
 
 
 def _sections(certificate: Certificate) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dpvision.release.report_attack import Pairs, true_positive_bound
+from dpvision.accounting import Profile, true_positive_bound
 from dpvision.release.report_axes import Frame, Point, frame, grid, picture, text, ticks
 from dpvision.release.report_markup import Markup, element, join
 from dpvision.release.report_words import bound_percent, percent
@@ -51,11 +51,11 @@ def score_chart(
     return _for_each_screen(_FLAT, draw)
 
 
-def attack_chart(pairs: Pairs) -> Markup:
+def attack_chart(profile: Profile) -> Markup:
     """The proved limit on every membership attack, with guessing for comparison."""
     decades = 40
     rates = [_LOWEST_RATE ** (1 - index / decades) for index in range(decades + 1)]
-    bound = [(rate, true_positive_bound(pairs, rate)) for rate in rates]
+    bound = [(rate, true_positive_bound(profile, false_positive_rate=rate)) for rate in rates]
 
     def draw(width: float, height: float, class_: str) -> Markup:
         box = frame(width=width, height=height, x=(_LOWEST_RATE, 1), y=(_LOWEST_RATE, 1), logarithmic=True)
@@ -73,7 +73,7 @@ def attack_chart(pairs: Pairs) -> Markup:
             element("path", class_="ruled-out", d=box.path(ruled_out, closed=True)),
             element("path", class_="guess", d=box.path([(_LOWEST_RATE, _LOWEST_RATE), (1, 1)])),
             element("path", class_="line", d=box.path(bound)),
-            join(*(_marked(box, pairs, rate) for rate in MARKED_RATES[:2])),
+            join(*(_marked(box, profile, rate) for rate in MARKED_RATES[:2])),
             _guessing_label(box),
             label="Log-log chart: the largest share of members that any attack can recognise, over its false alarms.",
             class_=class_,
@@ -99,9 +99,9 @@ def _score_frame(values: Sequence[float], *, furthest: float, width: float, heig
     return frame(width=width, height=height, x=(0.0, 1.03 * furthest or 1.0), y=(low, high))
 
 
-def _marked(box: Frame, pairs: Pairs, rate: float) -> Markup:
+def _marked(box: Frame, profile: Profile, rate: float) -> Markup:
     """A dot with its value: in the ruled-out corner while there is room above, else below the line."""
-    limit = true_positive_bound(pairs, rate)
+    limit = true_positive_bound(profile, false_positive_rate=rate)
     x, y = box.x(rate), box.y(limit)
     low = limit < 0.25
     label = text(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dpvision.accounting import balanced_accuracy_bound, true_positive_bound
 from dpvision.release import report_words
-from dpvision.release.report_attack import balanced_attack_bound, proved_pairs, true_positive_bound
 from dpvision.release.report_bars import bars_of, measured_classes, unmeasured_classes
 from dpvision.release.report_blocks import bullets, card, equation, facts, flat, paragraph, power, table
 from dpvision.release.report_facts import FinalMetrics, RunFacts, is_private, reasons_against_release
@@ -11,6 +11,7 @@ from dpvision.release.report_figures import MARKED_RATES, attack_chart, score_ch
 from dpvision.release.report_markup import Markup, element, join
 from dpvision.release.report_masks import overlap_rows
 from dpvision.release.schema import Certificate
+from dpvision.release.statements import proved_profile
 
 _MECHANISM_NAMES = {
     "clip_norm": "Clip norm",
@@ -257,9 +258,13 @@ def _other_units(certificate: Certificate) -> Markup | None:
 
 
 def _attack_table(certificate: Certificate) -> list[Markup]:
-    pairs = proved_pairs(certificate)
+    profile = proved_profile(certificate)
     rows = [
-        (f"{100 * rate:g} %", report_words.bound_percent(true_positive_bound(pairs, rate)), f"{100 * rate:g} %")
+        (
+            f"{100 * rate:g} %",
+            report_words.bound_percent(true_positive_bound(profile, false_positive_rate=rate)),
+            f"{100 * rate:g} %",
+        )
         for rate in MARKED_RATES
     ]
     return [
@@ -267,7 +272,7 @@ def _attack_table(certificate: Certificate) -> list[Markup]:
             ("Outsiders wrongly accused", "Members recognised, at most", "By guessing"), rows, right=frozenset({1, 2})
         ),
         paragraph(
-            report_words.equal_chance(balanced_attack_bound(pairs), certificate.privacy_unit), class_="note after"
+            report_words.equal_chance(balanced_accuracy_bound(profile), certificate.privacy_unit), class_="note after"
         ),
     ]
 
@@ -280,7 +285,7 @@ def _attack_picture(certificate: Certificate) -> list[Markup]:
             "limit follows from the charges and all pairs (ε, δ) that they prove, not from one pair alone.",
             class_="note",
         ),
-        attack_chart(proved_pairs(certificate)),
+        attack_chart(proved_profile(certificate)),
     ]
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dpvision.accounting import DISPLAY_RATE, true_positive_bound
 from dpvision.release import report_words
-from dpvision.release.report_attack import proved_pairs, true_positive_bound
 from dpvision.release.report_facts import (
     FinalMetrics,
     Overlaps,
@@ -18,6 +18,7 @@ from dpvision.release.report_facts import (
 )
 from dpvision.release.report_markup import visible
 from dpvision.release.schema import Certificate
+from dpvision.release.statements import proved_profile
 
 _NEIGHBOURS = {"add_remove": "added or removed", "replace_one": "replaced", "zero_out": "left out"}
 
@@ -83,7 +84,8 @@ def _worst_line(final: FinalMetrics) -> list[str]:
 def _guarantee_lines(facts: Certificate) -> list[str]:
     if facts.epsilon is None or facts.delta is None:
         return ["epsilon   none: trained without privacy, no guarantee"]
-    found = report_words.bound_percent(true_positive_bound(proved_pairs(facts), 0.01))
+    most = true_positive_bound(proved_profile(facts), false_positive_rate=DISPLAY_RATE)
+    found = report_words.bound_percent(most)
     change = f"one {facts.privacy_unit} {_NEIGHBOURS[facts.adjacency]}"
     members = f"{report_words.the_unit(facts.privacy_unit)}s"
     return [

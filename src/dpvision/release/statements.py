@@ -14,21 +14,22 @@ from functools import lru_cache
 from typing import Any, TypeVar, final
 
 from dpvision.accounting import (
+    CURVE_DELTAS,
     Charges,
     GaussianDP,
+    Profile,
+    full_profile,
     gaussian_dp,
     guarantee,
     owner_guarantee,
-    privacy_profile,
     row_guarantee,
     true_positive_bound,
 )
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.privacy.ledger import TRAINING, Entry, charges_of
 from dpvision.privacy.mechanism import Adjacency, Event, Guarantee, Mechanism
-from dpvision.release.schema import Charged, OtherUnit
+from dpvision.release.schema import Certificate, Charged, OtherUnit
 
-CURVE_DELTAS = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
 ROW_UNITS = ("example", "slice")
 VOLUME = "volume"  # the word for a unit that is a file with many slices, where nobody said whose it is
@@ -64,7 +65,7 @@ def spent_by(charges: tuple[tuple[Event, int], ...], *, delta: float | None, adj
         raise PrivacyError(f"no finite epsilon can be proved at delta {delta:g}. Choose a larger delta.")
     points = ((at, _or_none(charges, delta=at, adjacency=adjacency)) for at in CURVE_DELTAS if at != delta)
     curve = [(delta, headline), *((at, epsilon) for at, epsilon in points if epsilon is not None)]
-    profile = privacy_profile(charges, delta=min(at for at, _ in curve), adjacency=adjacency)
+    profile = full_profile(charges, delta=delta, adjacency=adjacency)
     return Spent(
         epsilon=headline,
         epsilon_rdp=by_rdp,
@@ -83,6 +84,47 @@ def _or_none(charges: Charges, *, delta: float, adjacency: Adjacency) -> float |
     except ArgumentError:
         return None
     return epsilon if math.isfinite(epsilon) else None
+
+
+_SAME_EPSILON = 1e-3  # relative; other versions of the accountant differ by less
+
+
+def proved_profile(certificate: Certificate) -> Profile:
+    """Return the privacy profile behind a certificate, for ``true_positive_bound``.
+
+    Args:
+        certificate: A parsed certificate.
+
+    Returns:
+        The profile of the certificate's charges, if they give its stated epsilon. Otherwise a profile of the
+        (epsilon, delta) pairs that the certificate states; without privacy it is empty.
+
+    Guarantee:
+        Charges that contradict the stated epsilon are ignored: they cannot make a bound smaller.
+    """
+    charges = tuple(
+        (Event(sample_rate=part.sample_rate, noise_multiplier=part.noise_multiplier), part.count)
+        for part in certificate.charged
+    )
+    pairs = [(point.epsilon, point.delta) for point in certificate.curve]
+    if certificate.epsilon is None or certificate.delta is None:
+        return Profile.from_pairs(pairs)
+    stated = (certificate.epsilon, certificate.delta)
+    return _profile_of(charges, stated, certificate.adjacency) or Profile.from_pairs([*pairs, stated])
+
+
+@lru_cache(maxsize=64)
+def _profile_of(
+    charges: tuple[tuple[Event, int], ...], stated: tuple[float, float], adjacency: Adjacency
+) -> Profile | None:
+    """The profile of the charges; None if they do not give the stated epsilon or cannot be computed."""
+    epsilon, delta = stated
+    try:
+        again = guarantee(charges, delta=delta, adjacency=adjacency).epsilon
+        same = abs(again - epsilon) <= _SAME_EPSILON * epsilon
+        return full_profile(charges, delta=delta, adjacency=adjacency) if same else None
+    except ArgumentError:
+        return None
 
 
 def other_units(header: Mapping[str, Any], charges: Charges) -> list[OtherUnit]:
