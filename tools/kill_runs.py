@@ -176,12 +176,12 @@ def live(life: Life, board: Board) -> None:
     """In the child: begin the run, or go on with it; told step by step on the board."""
     from dpvision.config import parse_config
     from dpvision.errors import DPVisionError
-    from dpvision.training import resume, train
+    from dpvision.training import resume_training, train
 
     _tell(board, life.drawn)
     if life.run.exists():
         try:
-            resume(life.run)
+            resume_training(life.run)
             return
         except DPVisionError as error:
             if "before its first checkpoint" not in str(error):
@@ -220,8 +220,8 @@ def _tell(board: Board, drawn: Path) -> None:
 
         return noting
 
-    training.begin = part("start", training.begin)
-    training.come_back = part("start", training.come_back)
+    training.start_run = part("start", training.start_run)
+    training.resume_run = part("start", training.resume_run)
     training.run_steps = part("steps", training.run_steps)
     training.write_release = part("release", training.write_release)
     RunFolder.save_checkpoint = part("checkpoint", RunFolder.save_checkpoint)

@@ -101,7 +101,7 @@ def _run(source: Path, path: Path, *, stop_at: int | None = None, kill_at: int |
     from dpvision.config import parse_config
     from dpvision.storage.run_folder import RunFolder
     from dpvision.training import train
-    from dpvision.training.callbacks import Silence
+    from dpvision.training.callbacks import RunCallback
 
     privacy = {"noise_multiplier": 1.3, "delta": 1e-3, "num_units": 60, "expected_batch_size": 20.0, "clip_norm": 0.7}
     config = parse_config(
@@ -117,7 +117,7 @@ def _run(source: Path, path: Path, *, stop_at: int | None = None, kill_at: int |
         }
     )
 
-    class Interrupting(Silence):
+    class Interrupting(RunCallback):
         def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
             del epsilon_bound
             if done == kill_at:
@@ -126,7 +126,7 @@ def _run(source: Path, path: Path, *, stop_at: int | None = None, kill_at: int |
                 os.kill(os.getpid(), signal.SIGTERM)
 
     try:
-        train(config, run=path, seed=5, watcher=Interrupting())
+        train(config, run=path, seed=5, callback=Interrupting())
         with RunFolder.open(path) as folder:
             folder.add_to_release("report.html", b"<html>a report</html>\n")
     except Killed:
@@ -134,9 +134,9 @@ def _run(source: Path, path: Path, *, stop_at: int | None = None, kill_at: int |
 
 
 def _resume(path: Path) -> None:
-    from dpvision.training import resume
+    from dpvision.training import resume_training
 
-    resume(path)
+    resume_training(path)
 
 
 def end_of(run: Path) -> tuple[bytes, ...]:

@@ -23,7 +23,7 @@ from dpvision.audit import (
 )
 from dpvision.cli import app
 from dpvision.errors import ArgumentError
-from dpvision.inference.load import load_released
+from dpvision.inference.load import load_model
 from dpvision.privacy.randomness import Keys
 from dpvision.release.verify import verify
 from dpvision.training import train
@@ -64,7 +64,7 @@ def ordinary_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def attacked(run: Path) -> Any:
-    released = load_released(run)
+    released = load_model(run)
     return loss_attack(released, sides_of(run, released, members=None, others=None))
 
 
@@ -80,14 +80,14 @@ def test_a_private_model_gives_little_away(private_run: Path) -> None:
 
 
 def test_members_and_others_that_are_named_are_read_from_there(ordinary_run: Path) -> None:
-    released = load_released(ordinary_run)
+    released = load_model(ordinary_run)
     file = str(ordinary_run.parent / "noise.npz")
     sides = sides_of(ordinary_run, released, members=file, others=file)
     assert loss_attack(released, sides).whole.area == 0.5  # the same pictures on both sides
 
 
 def test_shadows_attack_better_than_guessing_and_leave_nothing_behind(ordinary_run: Path) -> None:
-    released = load_released(ordinary_run)
+    released = load_model(ordinary_run)
     sides = sides_of(ordinary_run, released, members=None, others=None)
     before = sorted(ordinary_run.rglob("*"))
     heard: list[str] = []
@@ -98,7 +98,7 @@ def test_shadows_attack_better_than_guessing_and_leave_nothing_behind(ordinary_r
 
 
 def test_an_odd_number_of_shadows_is_refused(private_run: Path) -> None:
-    released = load_released(private_run)
+    released = load_model(private_run)
     with pytest.raises(ArgumentError, match="even"):
         shadow_attack(private_run, sides_of(private_run, released, members=None, others=None), shadows=3)
 
@@ -117,7 +117,7 @@ def test_the_command_keeps_attack_figures_in_private_and_the_release_as_it_was(p
 
 
 def test_attack_figures_can_not_be_attached_to_a_release(private_run: Path) -> None:
-    document = membership_document([attacked(private_run)], load_released(private_run).certificate)
+    document = membership_document([attacked(private_run)], load_model(private_run).certificate)
     with pytest.raises(ArgumentError, match="not for release"):
         attach_audits(private_run, [document])
     assert not (private_run / "release" / AUDIT_FILE).exists()

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from dpvision.cli import app
 from dpvision.release.verify import verify
-from tiny_runs import made_up_pictures, tiny_config, write_pictures
+from tiny_runs import synthetic_images, tiny_config, write_images
 
 COMMANDS = ("train", "resume", "plan", "epsilon", "calibrate", "evaluate", "predict", "verify", "report", "check")
 COMMANDS += ("models", "recipes", "reproduce", "sign", "keygen", "audit")
@@ -30,7 +30,7 @@ def dpvision(*arguments: str | Path) -> Result:
 
 @pytest.fixture
 def class_folders(tmp_path: Path) -> Path:
-    images, labels = made_up_pictures(120)
+    images, labels = synthetic_images(120)
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):
         folder = tmp_path / "scans" / f"class {label}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def class_folders(tmp_path: Path) -> Path:
 @pytest.fixture
 def tiny_run(tmp_path: Path) -> Path:
     config = tmp_path / "run.json"
-    pictures = write_pictures(tmp_path / "pictures.npz")
+    pictures = write_images(tmp_path / "pictures.npz")
     config.write_text(tiny_config(pictures).to_json())
     result = dpvision(*tiny_arguments(pictures), "--output", tmp_path / "run")
     assert result.exit_code == 0, result.output
@@ -175,7 +175,7 @@ def test_check_names_the_module_that_mixes_pictures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_stops_cleanly_and_the_run_can_go_on(tmp_path: Path, number: signal.Signals) -> None:
-    pictures = write_pictures(tmp_path / "pictures.npz")
+    pictures = write_images(tmp_path / "pictures.npz")
     long = [part if part != "8" else "4000" for part in tiny_arguments(pictures)]
     command = [sys.executable, "-m", "dpvision", *long, "--unsafe-seed", "1", "--output", str(tmp_path / "run")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -29,7 +29,7 @@ from dpvision.data import (
 from dpvision.data.features import BATCH
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
 from dpvision.inference import evaluate
-from dpvision.inference.load import load_released
+from dpvision.inference.load import load_model
 from dpvision.kernels import scatter as kernel
 from dpvision.models import Scattering, split
 from dpvision.models.losses import classification_loss
@@ -37,13 +37,12 @@ from dpvision.privacy.ledger import charges_of, read_ledger
 from dpvision.privacy.mechanism import OrdinaryPlan
 from dpvision.privacy.randomness import Keys
 from dpvision.release.verify import verify
-from dpvision.training import resume, train
-from dpvision.training.prepare import load_pictures
-from dpvision.training.stages import Phase, phases_of, quickly, run_features
-from dpvision.training.start import begin
+from dpvision.training import resume_training, train
+from dpvision.training.prepare import load_splits
+from dpvision.training.stages import Stage, quickly, run_features, training_stages
+from dpvision.training.start import start_run
 from dpvision.training.trainer import take_step
-from power_cut import cut_off
-from tiny_runs import CLASSES, SIDE, made_up_pictures, tiny_config, write_pictures
+from tiny_runs import CLASSES, SIDE, interrupt_run, synthetic_images, tiny_config, write_images
 
 NORMALISATION = fixed_normalisation(1)
 SCATTER: dict[str, Any] = {"name": "scatter_linear", "options": {"image_size": SIDE}}
@@ -51,7 +50,7 @@ SCATTER: dict[str, Any] = {"name": "scatter_linear", "options": {"image_size": S
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    return write_pictures(tmp_path / "pictures.npz")
+    return write_images(tmp_path / "pictures.npz")
 
 
 def scatter_config(source: Path, **changes: Any) -> RunConfig:
@@ -157,7 +156,7 @@ def test_a_model_that_is_no_chain_is_not_cut() -> None:
 
 def test_a_rows_features_depend_neither_on_how_many_rows_there_are_nor_on_its_place() -> None:
     scattering = Scattering((SIDE, SIDE))
-    images = torch.from_numpy(made_up_pictures(BATCH + 3)[0])
+    images = torch.from_numpy(synthetic_images(BATCH + 3)[0])
     many = extract(scattering, images, NORMALISATION, mirrored=False, dtype=torch.float32)
     few = extract(scattering, images[:5], NORMALISATION, mirrored=False, dtype=torch.float32)
     moved = extract(scattering, images[3:], NORMALISATION, mirrored=False, dtype=torch.float32)
@@ -178,7 +177,7 @@ def test_a_rows_features_depend_neither_on_how_many_rows_there_are_nor_on_its_pl
     ids=["scattering", "norm", "convolutions"],
 )
 def test_a_rows_features_by_fast_layers_depend_neither_on_other_rows_nor_on_its_place(front: nn.Module) -> None:
-    images = torch.from_numpy(made_up_pictures(BATCH + 3)[0])
+    images = torch.from_numpy(synthetic_images(BATCH + 3)[0])
     whole = nn.Sequential(front)
     with quickly(whole, NORMALISATION.apply(images[:2]), "float32") as look:
         assert (look is not whole) == native.available()
@@ -202,10 +201,10 @@ def test_no_private_picture_decides_which_layers_make_the_features(
 
     monkeypatch.setattr(features_module, "quick_forward", seen)
     others = tmp_path / "others.npz"
-    (images, labels), (test_images, test_labels) = made_up_pictures(60, seed=77), made_up_pictures(30, seed=78)
+    (images, labels), (test_images, test_labels) = synthetic_images(60, seed=77), synthetic_images(30, seed=78)
     np.savez(others, x_train=images, y_train=labels, x_test=test_images, y_test=test_labels)
     for number, source in enumerate((pictures, others)):
-        session, _ = begin(scatter_config(source), tmp_path / str(number), seed=3, device="cpu")
+        session, _ = start_run(scatter_config(source), tmp_path / str(number), seed=3, device="cpu")
         session.folder.close()
     assert len(compared) == 4  # training and test pictures of two runs
     assert all(torch.equal(rows, compared[0]) for rows in compared)
@@ -233,7 +232,7 @@ def draws_of(images: np.ndarray, labels: np.ndarray, *, owners: Any = None, rows
 
 @pytest.mark.parametrize("rows_per_unit", [1, 3])
 def test_draws_of_features_are_the_draws_of_their_pictures(rows_per_unit: int) -> None:
-    images, labels = made_up_pictures(40)
+    images, labels = synthetic_images(40)
     owners = None if rows_per_unit == 1 else np.arange(40) // 4
     draws = draws_of(images, labels, owners=owners, rows_per_unit=rows_per_unit)
     features = extract(lambda x: x.flatten(1), torch.from_numpy(images), NORMALISATION, mirrored=False,
@@ -249,7 +248,7 @@ def test_draws_of_features_are_the_draws_of_their_pictures(rows_per_unit: int) -
 
 
 def test_a_picture_and_its_mirror_image_are_one_unit_with_half_a_share_each() -> None:
-    images, labels = made_up_pictures(20)
+    images, labels = synthetic_images(20)
     draws = draws_of(images, labels)
     features = extract(lambda x: x.flatten(1), torch.from_numpy(images), NORMALISATION, mirrored=True,
                        dtype=torch.float32)  # fmt: skip
@@ -281,12 +280,12 @@ def test_a_run_with_two_views_that_differ_by_a_flip_keeps_mirror_images_of_train
     tmp_path: Path, pictures: Path
 ) -> None:
     config = scatter_config(pictures, views={"count": 2, "flip": 0.5})
-    session, _ = begin(config, tmp_path / "run", seed=3, device="cpu")
+    session, _ = start_run(config, tmp_path / "run", seed=3, device="cpu")
     session.folder.close()
     assert session.features is not None
-    scattered = session.phase.front
+    scattered = session.stage.backbone
     assert scattered is not None
-    x = session.normalisation.apply(session.pictures.train.images)
+    x = session.normalisation.apply(session.splits.train.images)
     kept_NWF = session.features.train.values_NWF
     assert kept_NWF.shape[1] == 2
     for way, images in enumerate((x, x.flip(-1))):
@@ -297,9 +296,9 @@ def test_a_run_with_two_views_that_differ_by_a_flip_keeps_mirror_images_of_train
 def test_the_figures_of_a_run_on_features_are_those_of_the_released_model(tmp_path: Path, pictures: Path) -> None:
     train(scatter_config(pictures, model={"name": "scatter_cnn"}), run=tmp_path / "run", seed=3)
     assert verify(tmp_path / "run").ok
-    ready = load_released(tmp_path / "run")
+    ready = load_model(tmp_path / "run")
     figures = json.loads((tmp_path / "run" / "release" / "metrics.json").read_text())["final"]
-    images, labels = made_up_pictures(30, seed=1)
+    images, labels = synthetic_images(30, seed=1)
     store = store_of_arrays(images=images, labels=labels, class_names=ready.class_names, name="test")
     again = evaluate(ready.model, store, ready.normalisation)
     assert again.accuracy == figures["accuracy"]
@@ -307,10 +306,10 @@ def test_the_figures_of_a_run_on_features_are_those_of_the_released_model(tmp_pa
 
 
 def steps_taken(tmp_path: Path, config: RunConfig, keys: Keys) -> dict[str, Tensor]:
-    session, _ = begin(config, tmp_path, seed=3, device="cpu")
+    session, _ = start_run(config, tmp_path, seed=3, device="cpu")
     # The same keys whatever the configuration says: now noise, draws and first weights are equal.
     session.keys = keys
-    session.picture_draws._keys = keys
+    session.image_draws._keys = keys
     for name, value in session.model.named_parameters():
         generator = torch.Generator().manual_seed(len(name))
         value.data.copy_(torch.randn(value.shape, generator=generator) * 0.1)
@@ -373,8 +372,8 @@ def test_an_interrupted_run_on_features_equals_an_uninterrupted_one(
 ) -> None:
     config = scatter_config(pictures, cache_features=kept, data={"data_dir": str(tmp_path)})
     train(config, run=tmp_path / "whole", seed=3)
-    cut_off(tmp_path / "cut", config, after=after)
-    assert resume(tmp_path / "cut").outcome == "finished"
+    interrupt_run(tmp_path / "cut", config, after=after)
+    assert resume_training(tmp_path / "cut").outcome == "finished"
     assert weights_of(tmp_path / "cut") == weights_of(tmp_path / "whole")
 
 
@@ -418,12 +417,12 @@ def test_features_in_bfloat16_are_near_those_in_full_and_have_a_key_of_their_own
     tmp_path: Path, pictures: Path
 ) -> None:
     torch.manual_seed(0)
-    phase = Phase(0, frozenset(), nn.Identity(), front=nn.Conv2d(1, 4, 3))
+    phase = Stage(0, frozenset(), nn.Identity(), backbone=nn.Conv2d(1, 4, 3))
     found = []
     for precision in ("float32", "bfloat16"):
         settings = {"cache_features": "disk", "feature_precision": precision, "data": {"data_dir": str(tmp_path)}}
         config = scatter_config(pictures, **settings)
-        loaded = load_pictures(config, Keys.from_seed(0))
+        loaded = load_splits(config, Keys.from_seed(0))
         features = run_features(
             phase, config, loaded, normalisation=NORMALISATION, device="cpu", say=lambda words: None
         )
@@ -444,7 +443,7 @@ def test_features_by_kernels_are_near_the_plain_ones_and_have_a_key_of_their_own
     found = []
     for kernels in ("native", "plain"):
         settings = {"cache_features": "disk", "performance": {"kernels": kernels}, "data": {"data_dir": str(tmp_path)}}
-        session, _ = begin(scatter_config(pictures, **settings), tmp_path / kernels, seed=3, device="cpu")
+        session, _ = start_run(scatter_config(pictures, **settings), tmp_path / kernels, seed=3, device="cpu")
         session.folder.close()
         assert session.features is not None
         found.append((session.features.train.values_NWF.float(), len(scattered.by_kernel)))
@@ -460,20 +459,20 @@ def test_other_features_than_the_run_began_with_are_a_fork(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Repeating a step on features with other last bits would give two sums under one noise."""
-    cut_off(tmp_path / "run", scatter_config(pictures), after=7)
+    interrupt_run(tmp_path / "run", scatter_config(pictures), after=7)
 
     def other_bits(*arguments: Any, **keywords: Any) -> Features:
         return Features(extract(*arguments, **keywords).values_NWF * (1 + 2e-7))
 
     monkeypatch.setattr("dpvision.training.stages.extract", other_bits)
-    resume(tmp_path / "run")
+    resume_training(tmp_path / "run")
     entries = read_ledger(tmp_path / "run" / "release" / "ledger.jsonl")
     assert [e.payload["reason"] for e in entries if e.kind == "fork"] == ["changed: features"]
     assert sum(count for _, count in charges_of(entries)) == 12
 
 
 def session_draws(tmp_path: Path, config: RunConfig) -> type:
-    session, _ = begin(config, tmp_path, seed=3, device="cpu")
+    session, _ = start_run(config, tmp_path, seed=3, device="cpu")
     session.folder.close()
     return type(session.draws)
 
@@ -489,8 +488,8 @@ def test_random_views_are_made_of_pictures(tmp_path: Path, pictures: Path) -> No
 def test_a_run_on_pictures_and_their_mirror_images_resumes_and_says_so(tmp_path: Path, pictures: Path) -> None:
     config = RunConfig.model_validate({**scatter_config(pictures).model_dump(), "views": {"count": 2, "flip": 0.5}})
     result = train(config, run=tmp_path / "whole", seed=3)
-    cut_off(tmp_path / "cut", config, after=7)
-    resume(tmp_path / "cut")
+    interrupt_run(tmp_path / "cut", config, after=7)
+    resume_training(tmp_path / "cut")
     assert weights_of(tmp_path / "cut") == weights_of(tmp_path / "whole")
     assert any("mirror image" in item["how"] for item in result.certificate["declared"])
 
@@ -501,11 +500,11 @@ def test_declared_numbers_alone_decide_how_precisely_features_are_kept(
 ) -> None:
     monkeypatch.setattr(phases_module, "FEATURE_BYTES", limit)  # 60 units of 324 numbers: 77,760 bytes in full
     for rows in (60, 61):
-        write_pictures(tmp_path / "pictures.npz", train=rows)
+        write_images(tmp_path / "pictures.npz", train=rows)
         config = scatter_config(tmp_path / "pictures.npz", data={"rows_per_unit": 1})
         model = models.create("scatter_linear", num_classes=CLASSES, in_channels=1, seed=0, image_size=SIDE)
-        (phase,) = phases_of(model, config, torch.randn(2, 1, SIDE, SIDE))
-        assert (phase.front is None) == (kept is None)
+        (phase,) = training_stages(model, config, torch.randn(2, 1, SIDE, SIDE))
+        assert (phase.backbone is None) == (kept is None)
         assert kept is None or phase.dtype == kept
 
 

@@ -15,7 +15,7 @@ from dpvision.privacy.ledger import Ledger, read_ledger
 from dpvision.privacy.randomness import Keys
 from dpvision.release.build import ReleaseFacts, build_certificate
 from dpvision.training.declarations import note_declarations
-from dpvision.training.prepare import Prepared, load_pictures, prepare, require_test_part
+from dpvision.training.prepare import Prepared, load_splits, prepare, require_test_part
 from dpvision.training.start import ledger_header
 
 KEYS = Keys.from_seed(5)
@@ -160,4 +160,4 @@ def test_a_run_is_refused_before_anything_is_shown(place: Path, test: str) -> No
     data = {"source": str(place / "scans"), "test": str(place / test), "image_size": 8}
     config = parse_config({"data": data, "privacy": {"target_epsilon": 3.0}})
     with pytest.raises(ArgumentError, match="other pictures than the private ones"):
-        load_pictures(config, KEYS)
+        load_splits(config, KEYS)

@@ -17,14 +17,14 @@ from typer.testing import CliRunner, Result
 from bright_model import bright_model
 from dpvision.cli import app
 from dpvision.errors import DPVisionError
-from dpvision.inference.predict import at_own_size, masks_into
+from dpvision.inference.predict import at_own_size, write_masks
 from dpvision.privacy.randomness import Keys
 from dpvision.release.report_page import write_report
 from dpvision.release.statements import SHOWN_PICTURES
 from dpvision.release.verify import verify
 from dpvision.storage.run_folder import EXAMPLES, parse_examples
 from dpvision.training import train
-from dpvision.training.prepare import load_pictures
+from dpvision.training.prepare import load_splits
 from tiny_masks import discs, tiny_mask_config, write_discs
 
 
@@ -75,7 +75,7 @@ def test_a_picture_gives_a_black_and_white_mask_of_its_own_size(tmp_path: Path, 
     pixels = np.zeros((height, width))
     pixels[:, width // 2 :] = 255
     picture = save_picture(tmp_path / "scan.png", pixels)
-    (file,), skipped = masks_into(bright_model(), [picture], tmp_path / "out")
+    (file,), skipped = write_masks(bright_model(), [picture], tmp_path / "out")
     assert skipped == []
     mask = np.asarray(Image.open(tmp_path / "out" / "scan_mask.png"))
     assert mask.shape == (height, width)
@@ -86,7 +86,7 @@ def test_a_picture_gives_a_black_and_white_mask_of_its_own_size(tmp_path: Path, 
 
 def test_more_classes_are_written_as_their_numbers(tmp_path: Path) -> None:
     pixels = np.repeat(np.array([[20] * 4 + [110] * 8 + [240] * 4]), 16, axis=0)
-    (file,), _ = masks_into(bright_model(classes=3), [save_picture(tmp_path / "a.png", pixels)], tmp_path / "out")
+    (file,), _ = write_masks(bright_model(classes=3), [save_picture(tmp_path / "a.png", pixels)], tmp_path / "out")
     assert np.unique(np.asarray(Image.open(file.path))).tolist() == [0, 1, 2]
     assert file.shares == {"class 1": 0.5, "class 2": 0.25}
 
@@ -100,7 +100,7 @@ def test_a_volume_gives_a_volume_of_the_same_shape_and_place(tmp_path: Path, suf
     for number in range(5):
         voxels[4 * number : 4 * number + 8, number, 8:16] = 90
     nibabel.save(nibabel.Nifti1Image(voxels, affine), tmp_path / f"scan{suffix}")
-    (file,), _ = masks_into(bright_model(), [tmp_path / f"scan{suffix}"], tmp_path / "out")
+    (file,), _ = write_masks(bright_model(), [tmp_path / f"scan{suffix}"], tmp_path / "out")
     mask = nibabel.load(tmp_path / "out" / f"scan_mask{suffix}")
     assert np.array_equal(mask.affine, nibabel.load(tmp_path / f"scan{suffix}").affine)
     assert mask.get_data_dtype() == np.uint8
@@ -113,7 +113,7 @@ def test_the_same_volume_gives_the_same_bytes_and_keeps_no_texts_of_its_header(t
     image = nibabel.Nifti1Image(np.full((16, 3, 16), 90, np.int16), np.eye(4))
     image.header["descrip"] = b"Jane Doe"
     nibabel.save(image, tmp_path / "scan.nii.gz")
-    contents = [masks_into(bright_model(), [tmp_path / "scan.nii.gz"], tmp_path / out)[0][0].content for out in "ab"]
+    contents = [write_masks(bright_model(), [tmp_path / "scan.nii.gz"], tmp_path / out)[0][0].content for out in "ab"]
     assert contents[0] == contents[1]
     assert bytes(nibabel.load(tmp_path / "a" / "scan_mask.nii.gz").header["descrip"].tobytes()).strip(b"\0") == b""
 
@@ -124,18 +124,18 @@ def test_a_window_may_be_named_for_volumes(tmp_path: Path) -> None:
     found = {}
     for window in ((0.0, 100.0), (0.0, 1000.0)):
         model = bright_model().with_window(window)
-        (file,), _ = masks_into(model, [tmp_path / "scan.nii"], tmp_path / "out", force=True)
+        (file,), _ = write_masks(model, [tmp_path / "scan.nii"], tmp_path / "out", force=True)
         found[window] = file.shares["class 1"]
     assert found == {(0.0, 100.0): 1.0, (0.0, 1000.0): 0.0}
     with pytest.raises(DPVisionError, match="window must be"):
-        masks_into(bright_model().with_window((5.0, 5.0)), [tmp_path / "scan.nii"], tmp_path / "out", force=True)
+        write_masks(bright_model().with_window((5.0, 5.0)), [tmp_path / "scan.nii"], tmp_path / "out", force=True)
 
 
 def test_folders_keep_their_shape_and_hidden_files_are_left_out(tmp_path: Path) -> None:
     for name in ("in/a/1.png", "in/b/1.png", "in/2.png", "in/.3.png"):
         save_picture(tmp_path / name, bright_square())
     (tmp_path / "in" / "notes.txt").write_text("no picture")
-    masks_into(bright_model(), [tmp_path / "in"], tmp_path / "out")
+    write_masks(bright_model(), [tmp_path / "in"], tmp_path / "out")
     assert files_below(tmp_path / "out") == ["2_mask.png", "a/1_mask.png", "b/1_mask.png"]
 
 
@@ -144,10 +144,10 @@ def test_nothing_is_replaced_unless_asked(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "1_mask.png").write_bytes(b"somebody's work")
     with pytest.raises(DPVisionError, match=r"exist already.*--force"):
-        masks_into(bright_model(), pictures, tmp_path / "out")
+        write_masks(bright_model(), pictures, tmp_path / "out")
     assert files_below(tmp_path / "out") == ["1_mask.png"]
     assert (tmp_path / "out" / "1_mask.png").read_bytes() == b"somebody's work"
-    masks_into(bright_model(), pictures, tmp_path / "out", force=True)
+    write_masks(bright_model(), pictures, tmp_path / "out", force=True)
     assert np.asarray(Image.open(tmp_path / "out" / "1_mask.png")).max() == 255
 
 
@@ -158,9 +158,9 @@ def test_one_bad_picture_and_nothing_is_written(tmp_path: Path) -> None:
     volume = tmp_path / "bad.nii.gz"
     volume.write_bytes(b"\x1f\x8b nothing")
     with pytest.raises(DPVisionError, match=r"2 of 3 files can't be read.*bad.png.*Nothing was written"):
-        masks_into(bright_model(), [good, bad, volume], tmp_path / "out")
+        write_masks(bright_model(), [good, bad, volume], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    files, skipped = masks_into(bright_model(), [good, bad, volume], tmp_path / "out", skip_bad=True)
+    files, skipped = write_masks(bright_model(), [good, bad, volume], tmp_path / "out", skip_bad=True)
     assert [file.path.name for file in files] == ["good_mask.png"]
     assert [Path(name).name for name, _ in skipped] == ["bad.png", "bad.nii.gz"]
     assert files_below(tmp_path / "out") == ["good_mask.png"]
@@ -169,7 +169,7 @@ def test_one_bad_picture_and_nothing_is_written(tmp_path: Path) -> None:
 def test_two_masks_of_one_name_are_refused(tmp_path: Path) -> None:
     twins = [save_picture(tmp_path / folder / "1.png", bright_square()) for folder in "ab"]
     with pytest.raises(DPVisionError, match=r"would both give 1_mask.png"):
-        masks_into(bright_model(), twins, tmp_path / "out")
+        write_masks(bright_model(), twins, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -180,11 +180,11 @@ def test_no_link_leads_out_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "sub").symlink_to(elsewhere)
     with pytest.raises(DPVisionError, match=r"leads out of"):
-        masks_into(bright_model(), [tmp_path / "in"], tmp_path / "out", force=True)
+        write_masks(bright_model(), [tmp_path / "in"], tmp_path / "out", force=True)
     target = tmp_path / "kept.txt"
     target.write_text("kept")
     (tmp_path / "out" / "2_mask.png").symlink_to(target)
-    masks_into(bright_model(), [save_picture(tmp_path / "2.png", bright_square())], tmp_path / "out", force=True)
+    write_masks(bright_model(), [save_picture(tmp_path / "2.png", bright_square())], tmp_path / "out", force=True)
     assert target.read_text() == "kept"
     assert list(elsewhere.iterdir()) == []
 
@@ -196,7 +196,7 @@ def test_what_can_not_be_done_is_one_line(tmp_path: Path, given: str) -> None:
     (tmp_path / "file").write_text("")
     source, folder = (tmp_path / "1.png", "file") if given == "out-is-a-file" else (tmp_path / given, "out")
     with pytest.raises(DPVisionError) as caught:
-        masks_into(bright_model(), [source], tmp_path / folder)
+        write_masks(bright_model(), [source], tmp_path / folder)
     assert "\n" not in str(caught.value)
 
 
@@ -300,7 +300,7 @@ def test_private_pictures_are_not_taken_for_public_ones(tmp_path: Path, other_na
 def test_a_test_part_of_the_same_file_may_be_named(tmp_path: Path) -> None:
     source = write_discs(tmp_path / "discs.npz")
     config = tiny_mask_config(source, data={"test": str(source)})
-    pictures = load_pictures(config, Keys.from_seed(0))
+    pictures = load_splits(config, Keys.from_seed(0))
     assert np.array_equal(pictures.test.images[:, 0].numpy(), np.load(source)["test_images"])
     assert not pictures.held_out
 
@@ -309,4 +309,4 @@ def test_a_test_part_of_the_same_file_may_be_named(tmp_path: Path) -> None:
 def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir(mode=0o500)
     with pytest.raises(DPVisionError, match=r"can't write"):
-        masks_into(bright_model(), [save_picture(tmp_path / "1.png", bright_square())], tmp_path / "out")
+        write_masks(bright_model(), [save_picture(tmp_path / "1.png", bright_square())], tmp_path / "out")

@@ -21,7 +21,7 @@ from dpvision.papers.reproduce import Failure, Figures, RowResult, reproduce
 from dpvision.papers.table_cost import Bill, released_together
 from dpvision.papers.table_page import draw_table, markdown
 from dpvision.papers.tables import Row, Table, all_tables, find_table
-from dpvision.training.callbacks import Silence, StopRequest
+from dpvision.training.callbacks import RunCallback, StopRequest
 from reproduce_runs import RELU, STEP, TANH, TWO, quick, spend
 
 WANTED = (
@@ -137,7 +137,7 @@ def test_a_table_is_run_written_and_afterwards_read(tmp_path: Path, monkeypatch:
     assert reproduce(quick(tmp_path, repeats=2)).to_dict() == values
 
 
-class Interrupting(Silence):
+class Interrupting(RunCallback):
     """Ctrl-C twice, after the first step."""
 
     def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
@@ -145,7 +145,7 @@ class Interrupting(Silence):
 
 
 def test_an_interrupted_run_is_resumed_and_charged_once(tmp_path: Path) -> None:
-    report = reproduce(quick(tmp_path, rows=(TANH,)), watcher=Interrupting())
+    report = reproduce(quick(tmp_path, rows=(TANH,)), callback=Interrupting())
     assert report.interrupted
     assert json.loads((tmp_path / "table.json").read_text())["interrupted"]
     ledger = tmp_path / "runs" / TANH / "1" / "release" / "ledger.jsonl"
@@ -163,12 +163,12 @@ def test_a_stopped_run_has_a_certificate_but_is_no_figure_until_it_is_finished(
 ) -> None:
     request = StopRequest()
 
-    class Asking(Silence):
+    class Asking(RunCallback):
         def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
             request.requested = True
 
     monkeypatch.setattr("dpvision.training.start.stop_on_signals", lambda: nullcontext(request))
-    assert reproduce(quick(tmp_path, rows=(TANH,)), watcher=Asking()).interrupted
+    assert reproduce(quick(tmp_path, rows=(TANH,)), callback=Asking()).interrupted
     certificate = tmp_path / "runs" / TANH / "1" / "release" / "certificate.json"
     assert json.loads(certificate.read_text())["steps_taken"] == 1
     request.requested = False

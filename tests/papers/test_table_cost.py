@@ -17,7 +17,7 @@ from dpvision.papers.table_page import markdown, release_lines
 from dpvision.papers.tables import Row
 from dpvision.release.statements import HAND_SEEDED
 from dpvision.storage.files import json_bytes
-from dpvision.training.callbacks import Silence
+from dpvision.training.callbacks import RunCallback
 from reproduce_runs import PLANNED, RELU, STEP, TANH, quick, spend
 
 
@@ -131,7 +131,7 @@ def test_smoke_tests_compose_and_a_ledger_that_was_cut_or_taken_away_voids(tmp_p
     assert read_bills(tmp_path, smoke_test=True)[0].voids == ("a reason that only the certificate knows",)
 
 
-class Failing(Silence):
+class Failing(RunCallback):
     """The first step ends in an error that tells a figure of the data."""
 
     def __init__(self) -> None:
@@ -140,15 +140,15 @@ class Failing(Silence):
     def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
         raise DPVisionError("picture 17 is too bright")
 
-    def said(self, text: str) -> None:
+    def message(self, text: str) -> None:
         self.heard.append(text)
 
 
 def test_a_failed_run_is_charged_and_its_reason_is_said_but_not_written(tmp_path: Path) -> None:
-    watcher = Failing()
-    (result,) = reproduce(quick(tmp_path, rows=(TANH,)), watcher=watcher).results
+    callback = Failing()
+    (result,) = reproduce(quick(tmp_path, rows=(TANH,)), callback=callback).results
     assert [failure.to_dict() for failure in result.failures] == [{"repeat": 1, "kind": "DPVisionError"}]
-    assert any("picture 17 is too bright" in text for text in watcher.heard)
+    assert any("picture 17 is too bright" in text for text in callback.heard)
     written = {path.name: path.read_text() for path in tmp_path.glob("table.*")}
     assert written.keys() == {"table.json", "table.md", "table.svg"}
     assert not any("picture 17" in text for text in written.values())
@@ -160,7 +160,7 @@ def test_a_failed_run_is_charged_and_its_reason_is_said_but_not_written(tmp_path
     assert values["rows"][0]["together"]["epsilon"] == everything["epsilon"]
 
 
-class Interrupting(Silence):
+class Interrupting(RunCallback):
     """Ctrl-C twice, after the first step."""
 
     def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
@@ -168,7 +168,7 @@ class Interrupting(Silence):
 
 
 def test_interrupted_runs_earlier_repeats_and_other_rows_count(tmp_path: Path) -> None:
-    assert reproduce(quick(tmp_path, rows=(RELU,)), watcher=Interrupting()).interrupted
+    assert reproduce(quick(tmp_path, rows=(RELU,)), callback=Interrupting()).interrupted
     reproduce(quick(tmp_path, rows=(TANH,), repeats=2))
     values = reproduce(quick(tmp_path, rows=(TANH,), repeats=1)).to_dict()
     (row,) = values["rows"]
@@ -183,7 +183,7 @@ def test_interrupted_runs_earlier_repeats_and_other_rows_count(tmp_path: Path) -
 
 
 def test_a_run_that_forks_out_of_its_budget_is_a_failure_not_a_figure(tmp_path: Path) -> None:
-    assert reproduce(quick(tmp_path, rows=(TANH,)), watcher=Interrupting()).interrupted
+    assert reproduce(quick(tmp_path, rows=(TANH,)), callback=Interrupting()).interrupted
     torch.set_num_threads(torch.get_num_threads() + 1)
     for _ in range(2):  # asked again, it is still none
         (result,) = reproduce(quick(tmp_path, rows=(TANH,))).results

@@ -30,9 +30,9 @@ from dpvision.errors import DPVisionError
 from dpvision.privacy.ledger import Ledger
 from dpvision.release.verify import verify
 from dpvision.storage.run_folder import RunFolder
-from dpvision.training import resume, train
-from dpvision.training.callbacks import Silence
-from tiny_runs import tiny_config, write_pictures
+from dpvision.training import resume_training, train
+from dpvision.training.callbacks import RunCallback
+from tiny_runs import tiny_config, write_images
 
 STEPS = 4
 PLAN = {"privacy": {"steps": STEPS}, "evaluations": 1, "checkpoint_every": 2}
@@ -41,7 +41,7 @@ OPERATIONS = ("open", "write", "fsync", "replace", "mkdir", "ftruncate")
 FIRST_STEPS = "before its first checkpoint"
 
 
-class DiskFails(Silence):
+class DiskFails(RunCallback):
     """Lets every ``os`` operation below a folder pass but one."""
 
     def __init__(self, root: Path, *, at: int | None, error: int) -> None:
@@ -97,7 +97,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pictures(tmp_path_factory.mktemp("pictures") / "pictures.npz")
+    return write_images(tmp_path_factory.mktemp("pictures") / "pictures.npz")
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def check_every_operation(
         assert said is not None, f"operation {at} failed and nobody heard of it"
         assert os.strerror(error) in said
         assert charged(run) >= len(drawn.seen), f"operation {at}: a noisy gradient without its charge"
-        said = failure_of(lambda run=run: resume(run))
+        said = failure_of(lambda run=run: resume_training(run))
         if said is None:
             assert end_of(run) == end_of(alone), f"operation {at}"
             assert verify(run).ok
@@ -196,7 +196,7 @@ def test_files_that_may_not_grow_end_in_one_line_and_a_run_that_goes_on(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert said is not None
     assert "File too large" in said or "bytes went in" in said
-    again = failure_of(lambda: resume(tmp_path / "run"))
+    again = failure_of(lambda: resume_training(tmp_path / "run"))
     if again is None:
         assert end_of(tmp_path / "run") == end_of(alone)
     else:
@@ -211,7 +211,7 @@ def test_a_small_disk_that_is_really_full_ends_in_one_line_and_a_run_that_goes_o
     mounted = ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size=32k none {mount}"]
     if shutil.which("unshare") is None or subprocess.run(mounted, capture_output=True, check=False).returncode:
         pytest.skip("making a small disk needs the right to mount one")
-    write_pictures(tmp_path / "pictures.npz")
+    write_images(tmp_path / "pictures.npz")
     code = f"""
         import subprocess, sys
         from pathlib import Path
@@ -219,7 +219,7 @@ def test_a_small_disk_that_is_really_full_ends_in_one_line_and_a_run_that_goes_o
         import torch
         from test_faults import FIRST_STEPS, PLAN, end_of, failure_of
         from tiny_runs import tiny_config
-        from dpvision.training import resume, train
+        from dpvision.training import resume_training, train
         torch.set_num_threads(1)
         folder, mount = Path({str(tmp_path)!r}), Path({str(mount)!r})
         config = tiny_config(folder / "pictures.npz", **PLAN)
@@ -229,7 +229,7 @@ def test_a_small_disk_that_is_really_full_ends_in_one_line_and_a_run_that_goes_o
             said = failure_of(lambda: train(config, run=mount / "run", seed=3))
             assert said is not None and "No space left" in said, (size, said)
             subprocess.run(["mount", "-o", "remount,size=4m", str(mount)], check=True)
-            said = failure_of(lambda: resume(mount / "run"))
+            said = failure_of(lambda: resume_training(mount / "run"))
             assert end_of(mount / "run") == end_of(folder / "alone") if said is None else FIRST_STEPS in said, said
             print(size, said or "resumed")
             subprocess.run(["umount", str(mount)], check=True)
@@ -274,7 +274,7 @@ def test_a_release_on_a_read_only_disk_can_still_be_verified(run: Path) -> None:
         for name in ("write", "fsync", "replace", "mkdir", "unlink", "ftruncate"):
             patch.setattr(os, name, refuse)
         assert verify(run).ok
-        said = failure_of(lambda: resume(run))
+        said = failure_of(lambda: resume_training(run))
     assert said is not None
     assert "Read-only file system" in said
     assert verify(run).ok, "a resume that could not even begin changed something"
@@ -293,7 +293,7 @@ def test_a_clock_that_goes_backwards_changes_nothing(
     assert verify(tmp_path / "run").ok
     for path in (tmp_path / "run").rglob("*"):
         os.utime(path, (0, 0))  # files from 1970: nothing goes by their age
-    resume(tmp_path / "run")
+    resume_training(tmp_path / "run")
     assert end_of(tmp_path / "run") == end_of(alone)
 
 
@@ -302,16 +302,16 @@ def test_a_second_process_on_a_run_is_refused_and_the_first_goes_on(
 ) -> None:
     heard: list[str] = []
 
-    class Intruder(Silence):
+    class Intruder(RunCallback):
         def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
             if done == 2:
                 others = (
-                    lambda: resume(tmp_path / "run"),
+                    lambda: resume_training(tmp_path / "run"),
                     lambda: train(tiny_config(pictures, **PLAN), run=tmp_path / "run", seed=4),
                 )
                 heard.extend(failure_of(attempt) or "" for attempt in others)
 
-    train(tiny_config(pictures, **PLAN), run=tmp_path / "run", seed=3, watcher=Intruder())
+    train(tiny_config(pictures, **PLAN), run=tmp_path / "run", seed=3, callback=Intruder())
     assert f"is in use by process {os.getpid()}. Wait until it ends" in heard[0]
     assert "must be a new or an empty folder" in heard[1]
     assert end_of(tmp_path / "run") == end_of(alone)
@@ -320,16 +320,16 @@ def test_a_second_process_on_a_run_is_refused_and_the_first_goes_on(
 def test_a_signal_ends_a_run_between_two_steps_with_a_release_that_covers_them(
     tmp_path: Path, pictures: Path, alone: Path
 ) -> None:
-    class Impatient(Silence):
+    class Impatient(RunCallback):
         def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
             if done == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    stopped = train(tiny_config(pictures, **PLAN), run=tmp_path / "run", seed=3, watcher=Impatient())
+    stopped = train(tiny_config(pictures, **PLAN), run=tmp_path / "run", seed=3, callback=Impatient())
     assert stopped.outcome == "stopped"
     assert stopped.certificate["steps_taken"] == 3
     assert verify(tmp_path / "run").ok
-    assert resume(tmp_path / "run").outcome == "finished"
+    assert resume_training(tmp_path / "run").outcome == "finished"
     assert end_of(tmp_path / "run") == end_of(alone)
 
 
@@ -343,7 +343,7 @@ def test_half_a_line_in_a_young_ledger_still_lets_the_run_say_what_it_spent(tmp_
     ledger = run / "release" / "ledger.jsonl"
     ledger.write_bytes(ledger.read_bytes() + b'{"hash":"12')
     (run / "private" / "withdrawn-certificate.json").unlink(missing_ok=True)
-    said = failure_of(lambda: resume(run))
+    said = failure_of(lambda: resume_training(run))
     assert said is not None
     assert FIRST_STEPS in said
     assert "It did spend 1 × normalisation statistics (noise 8), 4 × training step (noise 1.3)" in said
@@ -363,7 +363,7 @@ def test_half_a_line_in_a_young_ledger_still_lets_the_run_say_what_it_spent(tmp_
 def test_a_part_of_the_run_that_was_deleted_is_named_when_it_is_needed(run: Path, missing: str, said: str) -> None:
     path = run / missing
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    heard = failure_of(lambda: resume(run))
+    heard = failure_of(lambda: resume_training(run))
     assert heard is not None
     assert said in heard, heard
 
@@ -379,14 +379,14 @@ def test_a_checkpoint_of_something_else_is_named_in_one_line(run: Path) -> None:
             tensors = checkpoint.tensors
         folder.save_checkpoint(STEPS, tensors, {**values, "ledger": mark})
         folder.close()
-        said = failure_of(lambda: resume(run))
+        said = failure_of(lambda: resume_training(run))
         assert said is not None
         assert "the checkpoint of step 4 is not one of this run" in said
 
 
 def test_a_run_that_made_only_its_folders_says_that_nothing_was_spent(tmp_path: Path) -> None:
     (tmp_path / "run" / "private").mkdir(parents=True)
-    said = failure_of(lambda: resume(tmp_path / "run"))
+    said = failure_of(lambda: resume_training(tmp_path / "run"))
     assert said is not None
     assert said.endswith("stopped before its first checkpoint: start it anew elsewhere. Nothing was spent.")
 

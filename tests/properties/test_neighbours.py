@@ -25,7 +25,7 @@ from dpvision.privacy.randomness import Keys
 from dpvision.release.statements import COUNTED_UNITS
 from dpvision.release.verify import verify
 from dpvision.training.prepare import count_charges, with_number_of_units
-from tiny_runs import SIDE, made_up_pictures, write_pictures
+from tiny_runs import SIDE, synthetic_images, write_images
 from tools.neighbours import ALLOWED, CHANNELS, CLASSES, Found, Setting, experiment, try_setting
 
 EXTRA = np.full((1, SIDE, SIDE), 201, dtype=np.uint8)
@@ -82,7 +82,7 @@ def test_the_same_experiment_notices_a_clip_that_is_a_little_too_long(monkeypatc
 
 def as_npz(folder: Path, *, more: bool, test: bool = True) -> Path:
     folder.mkdir()
-    path = write_pictures(folder / "scans.npz", extra=EXTRA if more else None)
+    path = write_images(folder / "scans.npz", extra=EXTRA if more else None)
     if not test:
         with np.load(path) as arrays:
             kept = {name: arrays[name] for name in ("x_train", "y_train")}
@@ -92,7 +92,7 @@ def as_npz(folder: Path, *, more: bool, test: bool = True) -> Path:
 
 def as_folders(folder: Path, *, more: bool) -> Path:
     root = folder / "scans"
-    for number, (image, label) in enumerate(zip(*made_up_pictures(60), strict=True)):
+    for number, (image, label) in enumerate(zip(*synthetic_images(60), strict=True)):
         place = root / f"class{label}"
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image[0]).save(place / f"{number:03}.png")

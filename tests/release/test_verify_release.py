@@ -15,7 +15,7 @@ from dpvision.release.model_card import model_card
 from dpvision.release.verify import verify
 from dpvision.storage.files import file_sha256, json_bytes
 from dpvision.training import train
-from tiny_runs import tiny_config, write_pictures
+from tiny_runs import tiny_config, write_images
 
 Values = dict[str, Any]
 Change = Callable[[Values], Any]
@@ -26,7 +26,7 @@ WHERE_MU_ENDS = " Beyond that epsilon mu proves nothing: only the curve does."
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a declared number of units, and one whose units and pixels were counted with noise."""
     place = tmp_path_factory.mktemp("finished")
-    source = write_pictures(place / "pictures.npz")
+    source = write_images(place / "pictures.npz")
     train(tiny_config(source, privacy={"target_epsilon": 40.0}), run=place / "declared")
     counted = {"num_units": None, "noise_multiplier": None, "target_epsilon": 20.0}
     pixels = {"normalisation": "released", "statistics_noise_multiplier": 9.0}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dpvision.config import parse_config
 from dpvision.data import fixed_normalisation
-from dpvision.inference.load import Released
+from dpvision.inference.load import ReleasedModel
 from tiny_masks import SIDE
 
 
@@ -26,10 +26,10 @@ class Bright(nn.Module):
         return -(grey - levels.view(1, -1, 1, 1)).abs()
 
 
-def bright_model(source: str = "scans", *, classes: int = 2, size: tuple[int, int] = (SIDE, SIDE)) -> Released:
+def bright_model(source: str = "scans", *, classes: int = 2, size: tuple[int, int] = (SIDE, SIDE)) -> ReleasedModel:
     """A released model that was never trained, and whose masks are known beforehand."""
     config = {"task": "segmentation", "data": {"source": source, "volume_axis": 1, "window": (0.0, 100.0)}}
-    return Released(
+    return ReleasedModel(
         model=Bright(1 if classes == 2 else classes),
         config=parse_config({**config, "privacy": {"noise_multiplier": 1.0}}),
         normalisation=fixed_normalisation(1, mean=0.0, std=1.0),

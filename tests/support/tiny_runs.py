@@ -1,4 +1,4 @@
-"""Small private runs on made-up pictures, for tests of the whole path."""
+"""Small private runs on synthetic images, for tests of the whole path."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from dpvision.config import RunConfig, parse_config
+from dpvision.training import RunCallback, train
 
 CLASSES = 3
 SIDE = 8
 
 
-def made_up_pictures(count: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Pictures with a bright stripe whose place is the class."""
+def synthetic_images(count: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Images with a bright stripe whose position is the class."""
     generator = np.random.default_rng(seed)
     labels = np.arange(count) % CLASSES
     images = generator.integers(0, 120, size=(count, 1, SIDE, SIDE), dtype=np.uint8)
@@ -23,12 +25,12 @@ def made_up_pictures(count: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarr
     return images, labels
 
 
-def write_pictures(path: Path, *, train: int = 60, test: int = 30, extra: np.ndarray | None = None) -> Path:
-    """An .npz with both splits; ``extra`` is one more training picture at the end."""
-    images, labels = made_up_pictures(train)
+def write_images(path: Path, *, train: int = 60, test: int = 30, extra: np.ndarray | None = None) -> Path:
+    """An .npz with both splits; ``extra`` is one more training image at the end."""
+    images, labels = synthetic_images(train)
     if extra is not None:
         images, labels = np.concatenate([images, extra[None]]), np.append(labels, 0)
-    test_images, test_labels = made_up_pictures(test, seed=1)
+    test_images, test_labels = synthetic_images(test, seed=1)
     np.savez(path, x_train=images, y_train=labels, x_test=test_images, y_test=test_labels)
     return path
 
@@ -56,3 +58,20 @@ def tiny_config(source: Path, **changes: Any) -> RunConfig:
         merged = {**values.get(section, {}), **update} if isinstance(update, dict) else update
         values[section] = {k: v for k, v in merged.items() if v is not None} if isinstance(merged, dict) else merged
     return parse_config(values)
+
+
+class StopAfter(RunCallback):
+    """Interrupt a run after this many steps, as a power cut would."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
+        if done == self.steps:
+            raise ConnectionAbortedError
+
+
+def interrupt_run(run: Path, config: RunConfig, *, after: int, seed: int | None = 3) -> None:
+    """Train until ``after`` steps are taken, and no further."""
+    with pytest.raises(ConnectionAbortedError):
+        train(config, run=run, seed=seed, callback=StopAfter(after))

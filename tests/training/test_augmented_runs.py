@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_replay import EXTRA_PICTURES, released_files, run_frozen
 from typer.testing import CliRunner
 
 import dpvision.data.batches as draws_module
@@ -18,18 +17,18 @@ from dpvision.cli import app
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.privacy.values import Batch, Microbatch
 from dpvision.release.verify import verify
-from dpvision.training import resume, train
-from dpvision.training.start import begin
+from dpvision.training import resume_training, train
+from dpvision.training.start import start_run
 from dpvision.training.trainer import measure, take_step
-from power_cut import cut_off
-from tiny_runs import tiny_config, write_pictures
+from frozen_runs import EXTRA_IMAGES, released_files, run_frozen
+from tiny_runs import interrupt_run, tiny_config, write_images
 
 VIEWS = {"count": 3, "crop_padding": 2, "padding": "symmetric", "flip": 0.5, "rotation": 10.0, "erasing": 0.3}
 
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    return write_pictures(tmp_path / "pictures.npz")
+    return write_images(tmp_path / "pictures.npz")
 
 
 def with_views(pictures: Path, **changes: Any) -> Any:
@@ -44,8 +43,8 @@ def weights_of(run: Path) -> bytes:
 def test_an_interrupted_run_with_views_equals_an_uninterrupted_one(tmp_path: Path, pictures: Path) -> None:
     config = with_views(pictures)
     result = train(config, run=tmp_path / "whole", seed=3)
-    cut_off(tmp_path / "cut", config, after=7)
-    assert resume(tmp_path / "cut").outcome == "finished"
+    interrupt_run(tmp_path / "cut", config, after=7)
+    assert resume_training(tmp_path / "cut").outcome == "finished"
     assert weights_of(tmp_path / "cut") == weights_of(tmp_path / "whole")
     assert verify(tmp_path / "cut").ok
     assert "views" in json.dumps(result.certificate["declared"])
@@ -56,22 +55,22 @@ def test_an_interrupted_run_with_views_equals_an_uninterrupted_one(tmp_path: Pat
 
 
 def test_other_views_are_another_configuration_and_need_a_fork(tmp_path: Path, pictures: Path) -> None:
-    cut_off(tmp_path / "run", with_views(pictures), after=7)
+    interrupt_run(tmp_path / "run", with_views(pictures), after=7)
     path = tmp_path / "run" / "private" / "config.json"
     values = json.loads(path.read_text())
     values["views"]["count"] = 4
     path.write_text(json.dumps(values))
     with pytest.raises(PrivacyError, match="config"):
-        resume(tmp_path / "run")
+        resume_training(tmp_path / "run")
 
 
 @pytest.mark.parametrize("extra", ["ordinary", "extreme"])
 def test_neighbours_with_views_differ_in_the_clipped_sum_alone_and_by_at_most_clip_norm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: str
 ) -> None:
-    monkeypatch.setattr("test_replay.tiny_config", with_views)
+    monkeypatch.setattr("frozen_runs.tiny_config", with_views)
     one, _, run = run_frozen(tmp_path / "a", monkeypatch, None)
-    other, _, neighbour = run_frozen(tmp_path / "b", monkeypatch, EXTRA_PICTURES[extra])
+    other, _, neighbour = run_frozen(tmp_path / "b", monkeypatch, EXTRA_IMAGES[extra])
     moved = [
         sum(float((a[n].double() - b[n].double()).square().sum()) for n in a) ** 0.5
         for a, b in zip(one.sums, other.sums, strict=True)
@@ -109,7 +108,7 @@ def test_evaluation_never_sees_views(tmp_path: Path, pictures: Path, monkeypatch
         return original(*arguments)
 
     monkeypatch.setattr(draws_module, "make_views", counted)
-    session, _ = begin(with_views(pictures), tmp_path / "run", seed=3, device="cpu")
+    session, _ = start_run(with_views(pictures), tmp_path / "run", seed=3, device="cpu")
     with session.folder:
         take_step(session)
         made = len(calls)
@@ -130,7 +129,7 @@ def test_the_plan_is_settled_on_as_many_rows_as_a_unit_has(
 
     monkeypatch.setattr(session_module, "plan_for", watched)
     config = with_views(pictures, data={"rows_per_unit": 2})
-    session, _ = begin(config, tmp_path / "run", seed=3, device="cpu")
+    session, _ = start_run(config, tmp_path / "run", seed=3, device="cpu")
     with session.folder:
         assert shapes == [(1, 6)]
 

@@ -11,7 +11,6 @@ from typing import Any, cast, get_args
 import numpy as np
 import pytest
 import torch
-from test_replay import EXTRA_PICTURES, released_files, run_frozen
 from torch import Tensor
 
 from dpvision.config import parse_config
@@ -24,9 +23,10 @@ from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import ClippedSum
 from dpvision.release.build import build_certificate
 from dpvision.release.verify import verify
-from dpvision.training import resume, train
+from dpvision.training import resume_training, train
+from frozen_runs import EXTRA_IMAGES, released_files, run_frozen
 from grads_support import distance, total_norm
-from tiny_runs import tiny_config, write_pictures
+from tiny_runs import tiny_config, write_images
 
 NEW: tuple[Clipping, ...] = ("automatic", "per_layer")
 MECHANISM = Mechanism(num_units=600, expected_batch_size=20.5, clip_norm=0.37, noise_multiplier=1.1, steps=10)
@@ -92,7 +92,7 @@ def test_with_unit_norm_a_clipped_unit_moves_the_mean_alike_under_every_clip_nor
 
 @pytest.mark.parametrize("clipping", NEW)
 def test_a_run_carries_its_style_into_ledger_certificate_and_verification(tmp_path: Path, clipping: Clipping) -> None:
-    pictures = write_pictures(tmp_path / "pictures.npz")
+    pictures = write_images(tmp_path / "pictures.npz")
     config = tiny_config(pictures, privacy={"clipping": clipping, "unit_norm": True})
     result = train(config, run=tmp_path / "run", seed=1)
     header = read_ledger(tmp_path / "run" / "release" / "ledger.jsonl")[0].payload
@@ -112,7 +112,7 @@ def test_neighbouring_runs_differ_in_the_clipped_sum_by_at_most_clip_norm(
 ) -> None:
     style = {"privacy": {"clipping": clipping, "unit_norm": True}}
     one, _, run = run_frozen(tmp_path / "a", monkeypatch, None, **style)
-    other, _, other_run = run_frozen(tmp_path / "b", monkeypatch, EXTRA_PICTURES["extreme"], **style)
+    other, _, other_run = run_frozen(tmp_path / "b", monkeypatch, EXTRA_IMAGES["extreme"], **style)
     moved = [distance(a, b) for a, b in zip(one.sums, other.sums, strict=True)]
     assert 0.1 < max(moved) <= 0.7 * (1 + 1e-5)
     assert released_files(run) == released_files(other_run)
@@ -133,7 +133,7 @@ def test_the_style_reaches_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("dpvision.training.trainer.privatize", watched)
     monkeypatch.setattr("dpvision.training.trainer.clipped_sum_of_batch", watched_sum)
-    pictures = write_pictures(tmp_path / "pictures.npz")
+    pictures = write_images(tmp_path / "pictures.npz")
     for clipping in CLIPPINGS:
         privacy = {"clipping": clipping, "clip_norm": 1e3, "expected_batch_size": 60.0, "steps": 1}
         train(tiny_config(pictures, privacy=privacy), run=tmp_path / clipping, seed=1)
@@ -142,16 +142,16 @@ def test_the_style_reaches_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_with_another_style_is_not_resumed_as_the_same(tmp_path: Path) -> None:
-    pictures = write_pictures(tmp_path / "pictures.npz")
+    pictures = write_images(tmp_path / "pictures.npz")
     train(tiny_config(pictures), run=tmp_path / "run", seed=1)
     path = next((tmp_path / "run" / "private").glob("config*.json"))
     path.write_text(path.read_text().replace('"clipping": "flat"', '"clipping": "automatic"'))
     with pytest.raises(PrivacyError, match=r"plan of this run changed since it began \(clipping\)"):
-        resume(tmp_path / "run", allow_fork=True)
+        resume_training(tmp_path / "run", allow_fork=True)
 
 
 def test_a_certificate_of_another_style_than_the_ledgers_is_not_made(tmp_path: Path) -> None:
-    pictures = write_pictures(tmp_path / "pictures.npz")
+    pictures = write_images(tmp_path / "pictures.npz")
     result = train(tiny_config(pictures), run=tmp_path / "run", seed=1)
     ledger = read_ledger(tmp_path / "run" / "release" / "ledger.jsonl")
     mechanism = dataclasses.replace(Mechanism.from_dict(result.certificate["mechanism"]), unit_norm=True)

@@ -15,7 +15,7 @@ from dpvision.privacy.randomness import Keys
 from dpvision.training import prepare as counting
 from dpvision.training import train
 from dpvision.training.prepare import prepare
-from tiny_runs import SIDE, tiny_config, write_pictures
+from tiny_runs import SIDE, tiny_config, write_images
 
 COUNTED: dict[str, Any] = {"num_units": None, "noise_multiplier": None, "target_epsilon": 8.0}
 HEAD_FIRST = {"weights": "w.safetensors", "source": "x", "trained": "head_then_all", "head_steps": 5}
@@ -23,7 +23,7 @@ HEAD_FIRST = {"weights": "w.safetensors", "source": "x", "trained": "head_then_a
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    return write_pictures(tmp_path / "pictures.npz")
+    return write_images(tmp_path / "pictures.npz")
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from dpvision.models import FrozenBatchNorm
 from dpvision.models.efficientnet import efficientnet_lite0
 from dpvision.release.verify import verify
 from dpvision.storage.run_folder import RunFolder
-from dpvision.training import resume, train
-from dpvision.training.callbacks import Silence
+from dpvision.training import resume_training, train
+from dpvision.training.callbacks import RunCallback
 from dpvision.training.initial_weights import (
     KNOWN_WEIGHTS,
     find_known,
@@ -36,9 +36,8 @@ from dpvision.training.initial_weights import (
     stages_of,
     trained_names,
 )
-from dpvision.training.start import begin
-from power_cut import cut_off
-from tiny_runs import SIDE, tiny_config, write_pictures
+from dpvision.training.start import start_run
+from tiny_runs import SIDE, interrupt_run, tiny_config, write_images
 
 CNN: dict[str, Any] = {"name": "shoefit_cnn", "options": {"image_size": SIDE, "filters": 3}}
 HEAD = {"9.weight", "9.bias"}
@@ -50,7 +49,7 @@ def cnn(seed: int = 0) -> nn.Module:
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    return write_pictures(tmp_path / "pictures.npz")
+    return write_images(tmp_path / "pictures.npz")
 
 
 @pytest.fixture
@@ -295,7 +294,7 @@ def test_the_last_stages_are_counted_from_the_head() -> None:
 # ---- runs
 
 
-class Recorded(Silence):
+class Recorded(RunCallback):
     """Which parameters got noise in which step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,9 +349,9 @@ def test_the_head_first_then_all_and_an_interruption_changes_nothing(
     train(config, run=tmp_path / "whole", seed=3)
     everything = set(cnn().state_dict())
     assert [recorded.noisy[step] for step in range(12)] == [HEAD] * 5 + [everything] * 7
-    cut_off(tmp_path / "cut", config, after=after)
+    interrupt_run(tmp_path / "cut", config, after=after)
     weights.unlink()  # a run carries its weights with it
-    resume(tmp_path / "cut")
+    resume_training(tmp_path / "cut")
     names = ("weights.safetensors", "ledger.jsonl")
     for name in names:
         whole, cut = ((tmp_path / run / "release" / name).read_bytes() for run in ("whole", "cut"))
@@ -360,7 +359,7 @@ def test_the_head_first_then_all_and_an_interruption_changes_nothing(
 
 
 def test_a_frozen_weight_that_moves_is_found(tmp_path: Path, pictures: Path, weights: Path) -> None:
-    session, _ = begin(transfer_config(pictures, weights), tmp_path / "run", seed=3, device="cpu")
+    session, _ = start_run(transfer_config(pictures, weights), tmp_path / "run", seed=3, device="cpu")
     session.model.get_parameter("0.weight").data.add_(1.0)
     with session.folder, pytest.raises(DPVisionError, match=r"moved by other means than an optimizer step: 0\.weight"):
         loop_module.take_step(session)
@@ -368,7 +367,7 @@ def test_a_frozen_weight_that_moves_is_found(tmp_path: Path, pictures: Path, wei
 
 def test_a_weight_that_moves_between_two_phases_is_found(tmp_path: Path, pictures: Path, weights: Path) -> None:
     config = transfer_config(pictures, weights, trained="head_then_all", head_steps=1)
-    session, _ = begin(config, tmp_path / "run", seed=3, device="cpu")
+    session, _ = start_run(config, tmp_path / "run", seed=3, device="cpu")
     with session.folder:
         loop_module.take_step(session)
         session.model.get_parameter("0.weight").data.add_(1.0)
@@ -382,7 +381,7 @@ def test_the_engine_decides_how_it_computes_both_phases_before_the_first_step(
     """Decided at the change, it would be decided at weights that a resumed run does not have then."""
     config = transfer_config(pictures, weights, trained="head_then_all", head_steps=2)
     values = {**config.model_dump(), "cache_features": "off"}
-    session, _ = begin(parse_config(values), tmp_path / "run", seed=3, device="cpu")
+    session, _ = start_run(parse_config(values), tmp_path / "run", seed=3, device="cpu")
     monkeypatch.setattr("dpvision.gradients.plan._make", None)  # not called again
     with session.folder:
         for _ in range(4):
@@ -452,7 +451,7 @@ def test_weights_trained_on_the_same_data_without_privacy_are_not_for_release(tm
     earlier(tmp_path, pictures, private=False)
     same = train(transfer_config(pictures, tmp_path / "earlier"), run=tmp_path / "same")
     assert any("data of this very run" in stamp for stamp in same.certificate["stamps"])
-    elsewhere = write_pictures(tmp_path / "others.npz")
+    elsewhere = write_images(tmp_path / "others.npz")
     other = train(transfer_config(elsewhere, tmp_path / "earlier"), run=tmp_path / "other")
     assert other.certificate["for_release"]
     assert "declared public" in declared(other.certificate)["first weights"]

@@ -22,11 +22,11 @@ from dpvision.release.model_card import model_card
 from dpvision.release.statements import HISTORY, NOT_FOR_RELEASE, history_digest
 from dpvision.release.verify import verify
 from dpvision.storage.files import file_sha256, json_bytes, sha256_hex
-from dpvision.training import resume, train
-from dpvision.training.callbacks import Silence
+from dpvision.training import resume_training, train
+from dpvision.training.callbacks import RunCallback
 from dpvision.training.initial_weights import KNOWN_WEIGHTS, KnownWeights
 from dpvision.training.lineage import transfer_declarations, transfer_stamps
-from tiny_runs import SIDE, tiny_config, write_pictures
+from tiny_runs import SIDE, tiny_config, write_images
 
 CNN: dict[str, Any] = {"name": "shoefit_cnn", "options": {"image_size": SIDE, "filters": 3}}
 STEPS = 3
@@ -34,12 +34,12 @@ STEPS = 3
 
 @pytest.fixture
 def patients(tmp_path: Path) -> Path:
-    return write_pictures(tmp_path / "patients.npz")
+    return write_images(tmp_path / "patients.npz")
 
 
 @pytest.fixture
 def others(tmp_path: Path) -> Path:
-    return write_pictures(tmp_path / "others.npz")
+    return write_images(tmp_path / "others.npz")
 
 
 def config_of(data: Path, weights: Path | None = None, *, source: str | None = None, **privacy: Any) -> RunConfig:
@@ -248,7 +248,7 @@ def test_known_weights_are_stamped_on_the_data_that_they_were_trained_on(
         data_names=KNOWN_WEIGHTS["efficientnet-lite0"].data_names,
     )
     monkeypatch.setitem(KNOWN_WEIGHTS, "made-up", known)
-    data = write_pictures(tmp_path / "imagenette2.npz")
+    data = write_images(tmp_path / "imagenette2.npz")
     result = train(config_of(data, weights, source="my own pictures"), run=tmp_path / "run").certificate
     assert any("ImageNet" in stamp for stamp in result["stamps"])
     words = declared(result)["first weights"]
@@ -265,14 +265,14 @@ def test_every_known_set_names_the_data_that_would_stamp_it() -> None:
 # ---- stamps stand in the ledger
 
 
-class PowerCut(Silence):
+class PowerCut(RunCallback):
     def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
         raise ConnectionAbortedError
 
 
-def cut_off(config: RunConfig, run: Path) -> None:
+def interrupt_run(config: RunConfig, run: Path) -> None:
     with pytest.raises(ConnectionAbortedError):
-        train(config, run=run, watcher=PowerCut())
+        train(config, run=run, callback=PowerCut())
 
 
 def edit_whole_config(run: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -293,9 +293,9 @@ def test_verify_misses_a_stamp_that_was_taken_out(tmp_path: Path, patients: Path
 
 def test_a_fork_does_not_drop_a_stamp(tmp_path: Path, patients: Path) -> None:
     train(config_of(patients, enabled=False), run=tmp_path / "a")
-    cut_off(config_of(patients, tmp_path / "a"), tmp_path / "b")
+    interrupt_run(config_of(patients, tmp_path / "a"), tmp_path / "b")
     edit_whole_config(tmp_path / "b", lambda values: values["transfer"].update(prior=None))
-    result = resume(tmp_path / "b", allow_fork=True)
+    result = resume_training(tmp_path / "b", allow_fork=True)
     assert any("data of this very run" in stamp for stamp in result.certificate["stamps"])
 
 
@@ -303,9 +303,9 @@ def test_a_fork_to_other_data_is_stamped_for_them_and_remembers_both(
     tmp_path: Path, patients: Path, others: Path
 ) -> None:
     train(config_of(patients, enabled=False), run=tmp_path / "a")
-    cut_off(config_of(others, tmp_path / "a"), tmp_path / "b")
+    interrupt_run(config_of(others, tmp_path / "a"), tmp_path / "b")
     edit_whole_config(tmp_path / "b", lambda values: values["data"].update(source=str(patients)))
-    result = resume(tmp_path / "b", allow_fork=True)
+    result = resume_training(tmp_path / "b", allow_fork=True)
     assert any("data of this very run" in stamp for stamp in result.certificate["stamps"])
     assert verify(tmp_path / "b").ok
     train(config_of(patients, tmp_path / "b"), run=tmp_path / "c")

@@ -13,14 +13,14 @@ from dpvision import models
 from dpvision.config import Performance
 from dpvision.gradients import plan
 from dpvision.training import run_fingerprint
-from dpvision.training.start import begin, come_back
+from dpvision.training.start import resume_run, start_run
 from dpvision.training.trainer import take_step
-from tiny_runs import CLASSES, SIDE, tiny_config, write_pictures
+from tiny_runs import CLASSES, SIDE, tiny_config, write_images
 
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    return write_pictures(tmp_path / "pictures.npz")
+    return write_images(tmp_path / "pictures.npz")
 
 
 @pytest.mark.parametrize("kernels", ["auto", "plain"])
@@ -35,12 +35,12 @@ def test_how_gradients_are_computed_is_settled_on_everybodys_weights(
 
     monkeypatch.setattr(plan, "_make", watched)
     config = tiny_config(pictures, performance={"kernels": kernels})
-    session, _ = begin(config, tmp_path / "run", seed=3, device="cpu")
+    session, _ = start_run(config, tmp_path / "run", seed=3, device="cpu")
     for _ in range(5):
         take_step(session)
     session.save_checkpoint()
     session.folder.close()
-    session, _ = come_back(tmp_path / "run", allow_fork=False, device="cpu")
+    session, _ = resume_run(tmp_path / "run", allow_fork=False, device="cpu")
     take_step(session)
     public = models.create("linear", num_classes=CLASSES, in_channels=1, image_size=SIDE, seed=0).state_dict()
     assert len(seen) == 2
@@ -55,12 +55,12 @@ def test_how_gradients_are_computed_is_settled_on_everybodys_weights(
 def test_other_kernels_or_other_code_make_a_fork(
     fact: str, module: object, name: str, tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session, _ = begin(tiny_config(pictures), tmp_path / "run", seed=3, device="cpu")
+    session, _ = start_run(tiny_config(pictures), tmp_path / "run", seed=3, device="cpu")
     take_step(session)
     session.save_checkpoint()
     session.folder.close()
     monkeypatch.setattr(module, name, lambda: "something else, which adds up in another order")
-    session, notes = come_back(tmp_path / "run", allow_fork=False, device="cpu")
+    session, notes = resume_run(tmp_path / "run", allow_fork=False, device="cpu")
     assert session.fork == 1
     assert any(note.startswith(f"{fact} changed: the run forks") for note in notes)
 
@@ -92,10 +92,10 @@ def test_a_digest_of_the_code_sees_every_module_that_computes(tmp_path: Path) ->
 
 def test_with_compiled_kernels_every_resumption_is_a_fork(tmp_path: Path, pictures: Path) -> None:
     config = tiny_config(pictures).model_copy(update={"performance": Performance(kernels="compiled")})
-    session, _ = begin(config, tmp_path / "run", seed=3, device="cpu")
+    session, _ = start_run(config, tmp_path / "run", seed=3, device="cpu")
     take_step(session)
     session.save_checkpoint()
     session.folder.close()
-    session, notes = come_back(tmp_path / "run", allow_fork=False, device="cpu")
+    session, notes = resume_run(tmp_path / "run", allow_fork=False, device="cpu")
     assert session.fork == 1
     assert any(note.startswith("compiled kernels changed: the run forks") for note in notes)

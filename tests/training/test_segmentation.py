@@ -25,12 +25,12 @@ from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.randomness import Keys
 from dpvision.release.verify import verify
 from dpvision.storage.run_folder import RunFolder
-from dpvision.training import resume, train
+from dpvision.training import resume_training, train
 from dpvision.training.defaults import Facts, fill_open_settings
-from dpvision.training.prepare import limited_rows, load_pictures, name_units
-from dpvision.training.start import begin
-from power_cut import cut_off
+from dpvision.training.prepare import limited_rows, load_splits, name_units
+from dpvision.training.start import start_run
 from tiny_masks import SIDE, discs, tiny_mask_config, write_discs
+from tiny_runs import interrupt_run
 
 NAMES = ("background", "foreground")
 
@@ -50,8 +50,8 @@ def released(run: Path, name: str) -> bytes:
 def test_a_private_run_over_patients_trains_resumes_bit_for_bit_and_verifies(tmp_path: Path, slices: Path) -> None:
     config = tiny_mask_config(slices)
     whole = train(config, run=tmp_path / "whole", seed=3)
-    cut_off(tmp_path / "cut", config, after=3)
-    assert resume(tmp_path / "cut").outcome == "finished"
+    interrupt_run(tmp_path / "cut", config, after=3)
+    assert resume_training(tmp_path / "cut").outcome == "finished"
     assert released(tmp_path / "cut", "weights.safetensors") == released(tmp_path / "whole", "weights.safetensors")
     assert released(tmp_path / "cut", "ledger.jsonl") == released(tmp_path / "whole", "ledger.jsonl")
     assert verify(tmp_path / "whole").ok
@@ -72,13 +72,13 @@ def test_a_private_run_over_patients_trains_resumes_bit_for_bit_and_verifies(tmp
 
 
 def test_a_fork_can_not_change_who_is_protected(tmp_path: Path, slices: Path) -> None:
-    cut_off(tmp_path / "run", tiny_mask_config(slices), after=3)
+    interrupt_run(tmp_path / "run", tiny_mask_config(slices), after=3)
     with RunFolder.open(tmp_path / "run") as folder:
         config = parse_config(folder.read_whole_config())
         data = config.data.model_copy(update={"units": "rows"})
         folder.write_whole_config(config.model_copy(update={"data": data}).to_json())
     with pytest.raises(PrivacyError, match="units"):
-        resume(tmp_path / "run", allow_fork=True)
+        resume_training(tmp_path / "run", allow_fork=True)
 
 
 def test_an_ordinary_run_learns_discs(tmp_path: Path, slices: Path) -> None:
@@ -96,7 +96,7 @@ def test_slices_as_units_say_what_they_do_not_protect_and_bounded_owners_get_a_f
     config = tiny_mask_config(
         slices, data={"units": "rows"}, privacy={"num_units": 20, "most_rows_per_owner": 2, "steps": 2}
     )
-    owners = list(load_pictures(config, Keys.from_seed(0)).train.owners or ())
+    owners = list(load_splits(config, Keys.from_seed(0)).train.owners or ())
     assert max(owners.count(owner) for owner in set(owners)) == 2
     certificate = train(config, run=tmp_path / "run", seed=1).certificate
     assert certificate["privacy_unit"] == "slice"
@@ -252,7 +252,7 @@ def test_pictures_that_can_not_be_halved_four_times_are_refused_before_anything_
     tmp_path: Path, slices: Path
 ) -> None:
     with pytest.raises(ArgumentError, match="multiples of 16"):
-        begin(tiny_mask_config(slices, data={"image_size": 20}), tmp_path / "run", seed=1, device="cpu")
+        start_run(tiny_mask_config(slices, data={"image_size": 20}), tmp_path / "run", seed=1, device="cpu")
     assert not (tmp_path / "run").exists()
 
 

@@ -15,7 +15,7 @@ from dpvision.accounting import mechanism_guarantee
 from dpvision.data import load
 from dpvision.errors import ArgumentError, DPVisionError, PrivacyError
 from dpvision.inference import evaluate
-from dpvision.inference.load import load_released
+from dpvision.inference.load import load_model
 from dpvision.privacy.budget import BudgetSpent
 from dpvision.privacy.ledger import charges_of, read_ledger
 from dpvision.privacy.mechanism import Mechanism
@@ -23,18 +23,17 @@ from dpvision.privacy.randomness import Keys
 from dpvision.release.report_page import write_report
 from dpvision.release.verify import verify
 from dpvision.storage.run_folder import RunFolder
-from dpvision.training import resume, train
+from dpvision.training import resume_training, train
 from dpvision.training.run_fingerprint import bound_keys
-from dpvision.training.start import begin, come_back
+from dpvision.training.start import resume_run, start_run
 from dpvision.training.trainer import take_step
 from dpvision.training.write_release import write_release
-from power_cut import cut_off
-from tiny_runs import SIDE, made_up_pictures, tiny_config, write_pictures
+from tiny_runs import SIDE, interrupt_run, synthetic_images, tiny_config, write_images
 
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    return write_pictures(tmp_path / "pictures.npz")
+    return write_images(tmp_path / "pictures.npz")
 
 
 def ledger_of(run: Path) -> bytes:
@@ -102,8 +101,8 @@ def test_the_secret_lies_in_private_only(tmp_path: Path, pictures: Path) -> None
 def test_an_interrupted_run_equals_an_uninterrupted_run(tmp_path: Path, pictures: Path, after: int) -> None:
     config = tiny_config(pictures)
     train(config, run=tmp_path / "whole", seed=3)
-    cut_off(tmp_path / "cut", config, after=after)
-    assert resume(tmp_path / "cut").outcome == "finished"
+    interrupt_run(tmp_path / "cut", config, after=after)
+    assert resume_training(tmp_path / "cut").outcome == "finished"
     assert weights_of(tmp_path / "cut") == weights_of(tmp_path / "whole")
     assert ledger_of(tmp_path / "cut") == ledger_of(tmp_path / "whole")
     assert verify(tmp_path / "cut").ok
@@ -124,7 +123,7 @@ def test_the_charge_is_on_disk_before_the_noise_is_drawn(
 
 
 def test_one_more_step_than_planned_is_refused_and_moves_nothing(tmp_path: Path, pictures: Path) -> None:
-    session, _ = begin(tiny_config(pictures), tmp_path / "run", seed=3, device="cpu")
+    session, _ = start_run(tiny_config(pictures), tmp_path / "run", seed=3, device="cpu")
     for _ in range(12):
         take_step(session)
     before = {name: value.clone() for name, value in session.model.state_dict().items()}
@@ -137,7 +136,7 @@ def test_one_more_step_than_planned_is_refused_and_moves_nothing(tmp_path: Path,
 def test_resuming_a_finished_run_takes_no_step(tmp_path: Path, pictures: Path) -> None:
     train(tiny_config(pictures), run=tmp_path / "run", seed=3)
     before = weights_of(tmp_path / "run"), ledger_of(tmp_path / "run")
-    assert resume(tmp_path / "run").outcome == "finished"
+    assert resume_training(tmp_path / "run").outcome == "finished"
     assert (weights_of(tmp_path / "run"), ledger_of(tmp_path / "run")) == before
 
 
@@ -154,33 +153,33 @@ def edit_config(run: Path, section: str, **changes: Any) -> None:
 def test_a_changed_plan_is_refused_on_resume_even_with_fork(
     tmp_path: Path, pictures: Path, change: dict[str, float]
 ) -> None:
-    cut_off(tmp_path / "run", tiny_config(pictures), after=7)
+    interrupt_run(tmp_path / "run", tiny_config(pictures), after=7)
     edit_config(tmp_path / "run", "privacy", **change)
     with pytest.raises(PrivacyError, match=next(iter(change))):
-        resume(tmp_path / "run", allow_fork=True)
+        resume_training(tmp_path / "run", allow_fork=True)
     assert training_charges(tmp_path / "run") == 7
 
 
 def test_other_constants_for_the_pixels_are_another_configuration(tmp_path: Path, pictures: Path) -> None:
-    cut_off(tmp_path / "run", tiny_config(pictures), after=7)
+    interrupt_run(tmp_path / "run", tiny_config(pictures), after=7)
     edit_config(tmp_path / "run", "data", mean=[0.1])
     with pytest.raises(PrivacyError, match="pixels"):
-        resume(tmp_path / "run")
+        resume_training(tmp_path / "run")
 
 
 def test_a_changed_setting_is_another_configuration_and_needs_a_fork(tmp_path: Path, pictures: Path) -> None:
-    cut_off(tmp_path / "run", tiny_config(pictures), after=7)
+    interrupt_run(tmp_path / "run", tiny_config(pictures), after=7)
     edit_config(tmp_path / "run", "optimizer", learning_rate=0.25)
     with pytest.raises(PrivacyError, match="config"):
-        resume(tmp_path / "run")
-    resume(tmp_path / "run", allow_fork=True)
+        resume_training(tmp_path / "run")
+    resume_training(tmp_path / "run", allow_fork=True)
     assert training_charges(tmp_path / "run") == 12
 
 
 def test_declarations_of_changed_settings_are_added_after_a_fork(tmp_path: Path, pictures: Path) -> None:
-    cut_off(tmp_path / "run", tiny_config(pictures), after=7)
+    interrupt_run(tmp_path / "run", tiny_config(pictures), after=7)
     edit_config(tmp_path / "run", "views", flip=0.5)
-    made = resume(tmp_path / "run", allow_fork=True).certificate
+    made = resume_training(tmp_path / "run", allow_fork=True).certificate
     assert "views of a picture" in [item["what"] for item in made["declared"]]
     assert verify(tmp_path / "run").ok
 
@@ -194,26 +193,26 @@ def test_every_fork_has_its_own_key_even_under_the_same_facts() -> None:
 def test_losing_checkpoints_from_before_a_fork_is_one_more_fork(tmp_path: Path, pictures: Path) -> None:
     """Fork at step 8, then lose that checkpoint: steps 4 to 7 are taken again with other noise, and charged again."""
     config = tiny_config(pictures, privacy={"steps": 40})
-    cut_off(tmp_path / "run", config, after=9)
+    interrupt_run(tmp_path / "run", config, after=9)
     edit_config(tmp_path / "run", "optimizer", learning_rate=0.25)
-    come_back(tmp_path / "run", allow_fork=True, device="cpu")[0].folder.close()
+    resume_run(tmp_path / "run", allow_fork=True, device="cpu")[0].folder.close()
     newest = sorted((tmp_path / "run" / "private" / "checkpoints").glob("step-00000008-*"))
     assert newest
     for path in newest:
         path.write_bytes(b"damaged")
-    assert resume(tmp_path / "run").outcome == "budget_spent"
+    assert resume_training(tmp_path / "run").outcome == "budget_spent"
     entries = read_ledger(tmp_path / "run" / "release" / "ledger.jsonl")
     assert [e.payload["step"] for e in entries if e.kind == "fork"] == [8, 4]
     assert training_charges(tmp_path / "run") == 40
 
 
 def test_the_key_of_another_run_is_refused(tmp_path: Path, pictures: Path) -> None:
-    cut_off(tmp_path / "run", tiny_config(pictures), after=7)
+    interrupt_run(tmp_path / "run", tiny_config(pictures), after=7)
     train(tiny_config(pictures), run=tmp_path / "other", seed=4)
     key = (tmp_path / "other" / "private" / "key.json").read_bytes()
     (tmp_path / "run" / "private" / "key.json").write_bytes(key)
     with pytest.raises(PrivacyError, match="run_id"):
-        resume(tmp_path / "run", allow_fork=True)
+        resume_training(tmp_path / "run", allow_fork=True)
 
 
 def test_a_run_that_released_statistics_and_died_says_what_it_spent(
@@ -227,7 +226,7 @@ def test_a_run_that_released_statistics_and_died_says_what_it_spent(
     with pytest.raises(ConnectionAbortedError):
         train(config, run=tmp_path / "run", seed=3)
     with pytest.raises(DPVisionError, match="did spend 1 × normalisation statistics"):
-        resume(tmp_path / "run")
+        resume_training(tmp_path / "run")
 
 
 def test_random_layers_draw_the_same_when_a_step_is_replayed(
@@ -240,10 +239,10 @@ def test_random_layers_draw_the_same_when_a_step_is_replayed(
 
     monkeypatch.setattr("dpvision.training.trainer.models.create", with_dropout)
     train(tiny_config(pictures), run=tmp_path / "whole", seed=3)
-    cut_off(tmp_path / "cut", tiny_config(pictures), after=7)
+    interrupt_run(tmp_path / "cut", tiny_config(pictures), after=7)
     with torch.random.fork_rng():
         torch.manual_seed(99)  # another process finds torch's global generator in another state
-        resume(tmp_path / "cut")
+        resume_training(tmp_path / "cut")
     assert weights_of(tmp_path / "cut") == weights_of(tmp_path / "whole")
 
 
@@ -272,48 +271,48 @@ def held_out_run(tmp_path: Path) -> tuple[Path, Path]:
     from PIL import Image
 
     folder = tmp_path / "scans"
-    for number, image in enumerate(made_up_pictures(80)[0]):
+    for number, image in enumerate(synthetic_images(80)[0]):
         (folder / str(number % 3)).mkdir(parents=True, exist_ok=True)
         Image.fromarray(image[0]).save(folder / str(number % 3) / f"m{number:03}.png")
     config = tiny_config(folder, data={"image_size": 8, "channels": 1}, privacy={"num_units": 70})
-    cut_off(tmp_path / "run", config, after=7)
-    Image.fromarray(made_up_pictures(1)[0][0][0]).save(folder / "0" / "a-new-one.png")
+    interrupt_run(tmp_path / "run", config, after=7)
+    Image.fromarray(synthetic_images(1)[0][0][0]).save(folder / "0" / "a-new-one.png")
     return folder, tmp_path / "run"
 
 
 def test_a_new_picture_moves_no_other_between_training_and_the_held_out_part(tmp_path: Path) -> None:
     _, run = held_out_run(tmp_path)
-    session, _ = come_back(run, allow_fork=True, device="cpu")
-    tested_now = set(session.pictures.test.row_names)
+    session, _ = resume_run(run, allow_fork=True, device="cpu")
+    tested_now = set(session.splits.test.row_names)
     keys = session.folder.load_key()
     from dpvision.training.start import holdout_keys
 
     (tmp_path / "scans" / "0" / "a-new-one.png").unlink()
-    from dpvision.training.prepare import load_pictures
+    from dpvision.training.prepare import load_splits
 
-    tested_before = set(load_pictures(session.config, holdout_keys(keys.keys, keys.run_id)).test.row_names)
+    tested_before = set(load_splits(session.config, holdout_keys(keys.keys, keys.run_id)).test.row_names)
     assert tested_now - {"0/a-new-one.png"} == tested_before
     session.folder.close()
 
 
 def test_a_test_split_that_changed_is_not_evaluated_on(tmp_path: Path, pictures: Path) -> None:
     from dpvision.errors import DataError
-    from dpvision.inference.load import load_released, test_pictures
+    from dpvision.inference.load import load_model, load_test_images
 
     train(tiny_config(pictures), run=tmp_path / "run")
-    write_pictures(pictures, test=31)
+    write_images(pictures, test=31)
     with pytest.raises(DataError, match="not what it was"):
-        test_pictures(tmp_path / "run", load_released(tmp_path / "run"), test=None, test_masks=None, data_dir=None)
+        load_test_images(tmp_path / "run", load_model(tmp_path / "run"), test=None, test_masks=None, data_dir=None)
 
 
 def test_a_changed_picture_gives_other_noise_and_is_charged_again(tmp_path: Path, pictures: Path) -> None:
     config = tiny_config(pictures)
-    cut_off(tmp_path / "run", config, after=7)
+    interrupt_run(tmp_path / "run", config, after=7)
     charged = training_charges(tmp_path / "run")
-    write_pictures(pictures, extra=made_up_pictures(1)[0][0])
+    write_images(pictures, extra=synthetic_images(1)[0][0])
     with pytest.raises(PrivacyError, match="data"):
-        resume(tmp_path / "run")
-    result = resume(tmp_path / "run", allow_fork=True)
+        resume_training(tmp_path / "run")
+    result = resume_training(tmp_path / "run", allow_fork=True)
     assert result.outcome == "budget_spent", "the repeated steps were charged, so the plan can't be completed"
     assert training_charges(tmp_path / "run") == 12
     entries = read_ledger(tmp_path / "run" / "release" / "ledger.jsonl")
@@ -337,9 +336,9 @@ def test_a_fork_shares_no_noise_with_the_run_it_left(
         return private
 
     monkeypatch.setattr(loop_module, "privatize", watched)
-    cut_off(tmp_path / "run", tiny_config(pictures), after=7)
-    write_pictures(pictures, extra=made_up_pictures(1)[0][0])
-    resume(tmp_path / "run", allow_fork=True)
+    interrupt_run(tmp_path / "run", tiny_config(pictures), after=7)
+    write_images(pictures, extra=synthetic_images(1)[0][0])
+    resume_training(tmp_path / "run", allow_fork=True)
     twice = [draws for draws in noise.values() if len(draws) == 2]
     assert len(twice) == 3
     for one, other in twice:
@@ -348,10 +347,10 @@ def test_a_fork_shares_no_noise_with_the_run_it_left(
 
 def test_another_number_of_threads_is_a_fork(tmp_path: Path, pictures: Path) -> None:
     threads = torch.get_num_threads()
-    cut_off(tmp_path / "run", tiny_config(pictures), after=7)
+    interrupt_run(tmp_path / "run", tiny_config(pictures), after=7)
     try:
         torch.set_num_threads(threads + 1)
-        resume(tmp_path / "run")
+        resume_training(tmp_path / "run")
     finally:
         torch.set_num_threads(threads)
     entries = read_ledger(tmp_path / "run" / "release" / "ledger.jsonl")
@@ -360,7 +359,7 @@ def test_another_number_of_threads_is_a_fork(tmp_path: Path, pictures: Path) -> 
 
 
 def test_a_weight_moved_by_hand_gets_no_certificate(tmp_path: Path, pictures: Path) -> None:
-    session, _ = begin(tiny_config(pictures), tmp_path / "run", seed=3, device="cpu")
+    session, _ = start_run(tiny_config(pictures), tmp_path / "run", seed=3, device="cpu")
     take_step(session)
     next(session.model.parameters()).data[0, 0] += 1e-3
     with pytest.raises(PrivacyError):
@@ -409,11 +408,11 @@ def test_an_ordinary_run_equals_plain_sgd(tmp_path: Path, pictures: Path) -> Non
         averaging={"kind": "none", "decay": None},
         data={"normalisation": "none"},
     )
-    session, _ = begin(config, tmp_path / "run", seed=3, device="cpu")
+    session, _ = start_run(config, tmp_path / "run", seed=3, device="cpu")
     import copy
 
     twin = copy.deepcopy(session.model)
-    images, labels = made_up_pictures(60)
+    images, labels = synthetic_images(60)
     inputs, targets = torch.from_numpy(images).float() / 255, torch.from_numpy(labels).long()
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
     for _ in range(3):
@@ -433,7 +432,7 @@ def test_a_run_that_cannot_begin_leaves_nothing_behind(tmp_path: Path, pictures:
 
 
 def test_the_certificate_names_the_owner_of_several_rows_as_the_unit(tmp_path: Path) -> None:
-    images, labels = made_up_pictures(60)
+    images, labels = synthetic_images(60)
     owner = np.arange(60) // 3
     path = tmp_path / "owned.npz"
     np.savez(path, x_train=images, y_train=labels, x_test=images, y_test=labels, patient=owner)
@@ -449,11 +448,11 @@ def test_the_certificate_names_the_owner_of_several_rows_as_the_unit(tmp_path: P
 
 def test_come_back_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(DPVisionError, match="run"):
-        come_back(tmp_path, allow_fork=False, device="cpu")
+        resume_run(tmp_path, allow_fork=False, device="cpu")
 
 
 def test_feature_constants_are_declared_and_never_those_of_the_private_pictures(tmp_path: Path) -> None:
-    pictures = write_pictures(tmp_path / "cifar100-half.npz")
+    pictures = write_images(tmp_path / "cifar100-half.npz")
     options = {"image_size": SIDE, "standardise": "constants", "constants": "cifar100"}
     changes = {"model": {"name": "scatter_linear", "options": options}, "data": {"channels": 3}}
     with pytest.raises(ArgumentError, match="constants must come from other pictures"):
@@ -471,7 +470,7 @@ def test_figures_of_raw_weights_stand_beside_those_of_averaged_ones(tmp_path: Pa
         checkpoint = folder.latest_checkpoint()
     assert checkpoint is not None
     raw = {name.removeprefix("model/"): v for name, v in checkpoint.tensors.items() if name.startswith("model/")}
-    released, test = load_released(tmp_path / "averaged"), load(pictures).test
+    released, test = load_model(tmp_path / "averaged"), load(pictures).test
     assert test is not None
     assert averaged.metrics["final"]["weights"] == "averaged"
     measured = evaluate(released.model, test, released.normalisation, parameters=raw)

@@ -17,12 +17,12 @@ from typing import Any
 from dpvision.cli import main
 from dpvision.cli.run_settings import build_config
 from dpvision.config import parse_config
-from dpvision.inference.load import load_released
+from dpvision.inference.load import load_model
 from dpvision.privacy.ledger import read_ledger
 from dpvision.release.report_page import write_report
 from dpvision.release.schema import parse_certificate
 from dpvision.release.verify import verify
-from dpvision.training import resume
+from dpvision.training import resume_training
 from tools.fuzz.mutate import ODD_TEXTS, json_text, odd_value, spoiled_bytes, spoiled_json, spoiled_safetensors
 from tools.fuzz.readers import Case
 from tools.fuzz.seeds import Seeds
@@ -139,7 +139,7 @@ def run_folder(rng: Random, seeds: Seeds, box: Path) -> Case:
     shutil.copytree(seeds.run, run)
     for _ in range(rng.randint(1, 2)):
         _spoil_run(rng, run, box)
-    use = rng.choice((verify, verify, load_released, write_report, lambda path: resume(path, allow_fork=True)))
+    use = rng.choice((verify, verify, load_model, write_report, lambda path: resume_training(path, allow_fork=True)))
     return lambda: use(run)
 
 

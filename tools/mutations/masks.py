@@ -125,15 +125,15 @@ MASKS = (
         "training/prepare.py",
         (
             "rows of an owner are not limited",
-            "Pictures(limited_rows(train, config), test",
-            "Pictures(train, test",
+            "RunSplits(limited_rows(train, config), test",
+            "RunSplits(train, test",
         ),
     ),
     *mutations(
         "release/test_report_masks",
         "training/trainer.py",
         ("pictures that nobody called public are shown", " and config.data.test is not None", ""),
-        ("held-out pictures are shown", " or session.pictures.held_out", ""),
+        ("held-out pictures are shown", " or session.splits.held_out", ""),
     ),
     *mutations(
         "release/test_report_masks",

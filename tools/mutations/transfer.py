@@ -56,7 +56,7 @@ TRANSFER = (
         "training/test_initial_weights",
         "training/stages.py",
         ("everything learns", "requires_grad_(name in phase.trained)", "requires_grad_(True)"),
-        ("the phases share a plan", "Phase(step, names, copy.copy(model))", "Phase(step, names, model)"),
+        ("the phases share a plan", "Stage(step, names, copy.copy(model))", "Stage(step, names, model)"),
     ),
     *mutations(
         "training/test_initial_weights",
@@ -68,8 +68,8 @@ TRANSFER = (
         ),
         (
             "a resumed run changes phase too early",
-            "phase_at(learner.phases, max(0, taken - 1))",
-            "phase_at(learner.phases, taken)",
+            "stage_at(learner.stages, max(0, taken - 1))",
+            "stage_at(learner.stages, taken)",
         ),
     ),
     *mutations(

@@ -37,8 +37,8 @@ from dpvision.release.statements import NOT_FOR_RELEASE
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, RunFolder
 from dpvision.training.defaults import Facts, fill_open_settings
-from dpvision.training.prepare import Pictures, calibrate, constant_normalisation
-from dpvision.training.stages import Phase
+from dpvision.training.prepare import RunSplits, calibrate, constant_normalisation
+from dpvision.training.stages import Stage
 from dpvision.training.start import ledger_header
 from dpvision.training.trainer import Learner, Place, Session, assemble, make_learner
 
@@ -149,7 +149,7 @@ def session_on(
 
     Its keys are bound to nothing: neighbouring stores under equal keys share draws and noise, which is the point.
     """
-    pictures = Pictures(train, train, None, held_out=False)
+    pictures = RunSplits(train, train, None, held_out=False)
     learner = learner or whole_learner(config, pictures)
     with tempfile.TemporaryDirectory(prefix="dpvision-audit-", dir=parent) as place:
         folder = RunFolder.create(Path(place) / "run")
@@ -167,7 +167,7 @@ def session_on(
             )
 
 
-def whole_learner(config: RunConfig, pictures: Pictures) -> Learner:
+def whole_learner(config: RunConfig, pictures: RunSplits) -> Learner:
     """The configured model, all of it trained in one phase, on pictures."""
     return make_learner(config.model_copy(update={"transfer": None, "cache_features": "off"}), pictures, "cpu")
 
@@ -175,7 +175,7 @@ def whole_learner(config: RunConfig, pictures: Pictures) -> Learner:
 def one_phase(network: torch.nn.Module) -> Learner:
     """A network of ours, all of it trained in one phase."""
     trained = frozenset(name for name, value in network.named_parameters() if value.requires_grad)
-    return Learner(network, (Phase(0, trained, network),))
+    return Learner(network, (Stage(0, trained, network),))
 
 
 def made_up_pictures(count: int, image_shape: tuple[int, int, int], *, seed: int) -> NDArray[np.uint8]:

@@ -33,7 +33,7 @@ from dpvision.errors import ArgumentError, Problems
 from dpvision.privacy.ledger import charges_of, read_ledger
 from dpvision.privacy.mechanism import Event
 from dpvision.privacy.randomness import Keys
-from dpvision.training.prepare import Pictures
+from dpvision.training.prepare import RunSplits
 from dpvision.training.trainer import Session, take_step
 
 Sight = Literal["white", "black"]
@@ -141,7 +141,7 @@ def _white(subject: Subject, included: NDArray[np.bool_], keys: Keys, on_step: O
     black = np.zeros((int(included.sum()), *subject.image_shape), dtype=np.uint8)
     labels = np.concatenate([base.labels.numpy(), classes + np.flatnonzero(included)])
     store = made_up_store(config, np.concatenate([others, black]), num_classes=classes + count, labels=labels)
-    network = WithCanaries(whole_learner(config, Pictures(base, base, None, held_out=False)).model, count)
+    network = WithCanaries(whole_learner(config, RunSplits(base, base, None, held_out=False)).model, count)
     weights = [np.zeros(count)]
 
     def read(done: int, steps: int) -> None:

@@ -215,7 +215,7 @@ def _stepped(session: Session) -> Sums:
     mechanism, step = session.config.mechanism, session.step
     take_step(session)
     known = clipped_sum_of_batch(
-        session.phase.network,
+        session.stage.network,
         session.loss,
         session.draws.batch(step),
         clip_norm=mechanism.clip_norm,
@@ -278,10 +278,10 @@ def _correlation(what: str, standardised: NDArray[np.float64]) -> Check:
 def _sampling_checks(session: Session) -> Iterator[Check]:
     """Who was drawn, against the rate that was charged: how often, and how much the sizes of draws vary."""
     charged = [event.sample_rate for event, _ in charges_of(read_ledger(session.folder.ledger_path))]
-    rate, units = min(charged, default=0.0), session.pictures.train.num_units
+    rate, units = min(charged, default=0.0), session.splits.train.num_units
     joined = np.zeros((_SAMPLING_STEPS, units), dtype=np.int64)
     for step in range(_SAMPLING_STEPS):
-        joined[step, session.picture_draws.units(step)] = 1
+        joined[step, session.image_draws.units(step)] = 1
     total = int(joined.sum())
     p = float(stats.binomtest(total, joined.size, rate).pvalue)
     words = f"units joined in {total / joined.size:.4f} of the draws, charged {rate:.4f}"

@@ -25,11 +25,11 @@ from dpvision.audit.audited_runs import session_on, whole_learner
 from dpvision.config import parse_config
 from dpvision.data import ImageStore, LoadOptions, Normalisation, load_one
 from dpvision.errors import ArgumentError, DataError
-from dpvision.inference.load import Released, load_released
+from dpvision.inference.load import ReleasedModel, load_model
 from dpvision.models.losses import RowLoss, loss_for
 from dpvision.privacy.randomness import Keys
 from dpvision.storage.run_folder import RunFolder
-from dpvision.training.prepare import Pictures, load_pictures
+from dpvision.training.prepare import RunSplits, load_splits
 from dpvision.training.start import holdout_keys
 from dpvision.training.trainer import take_step
 
@@ -176,13 +176,13 @@ class MembershipAudit:
         return {"method": self.method, "shadows": self.shadows, **self.whole.to_dict(), "by_class": classes}
 
 
-def sides_of(run: Path, released: Released, *, members: str | None, others: str | None) -> Sides:
+def sides_of(run: Path, released: ReleasedModel, *, members: str | None, others: str | None) -> Sides:
     """The run's own training and test pictures, or those that are named instead."""
     if members is not None and others is not None:
         return Sides(_named(members, released), _named(others, released))
     folder = RunFolder.open(run)
     stored = folder.load_key()
-    own = load_pictures(parse_config(folder.read_whole_config()), holdout_keys(stored.keys, stored.run_id))
+    own = load_splits(parse_config(folder.read_whole_config()), holdout_keys(stored.keys, stored.run_id))
     if members is None and own.train.fingerprint() != stored.bindings[-1].get("data"):
         raise DataError("the run's training pictures are not what they were. Name some with --members.")
     return Sides(
@@ -191,7 +191,7 @@ def sides_of(run: Path, released: Released, *, members: str | None, others: str 
     )
 
 
-def _named(source: str, released: Released) -> ImageStore:
+def _named(source: str, released: ReleasedModel) -> ImageStore:
     channels, height, width = released.image_shape
     if released.config.task != "classification":
         raise ArgumentError("pictures with masks can't be named here: leave --members and --non-members out.")
@@ -200,7 +200,7 @@ def _named(source: str, released: Released) -> ImageStore:
     )
 
 
-def loss_attack(released: Released, sides: Sides) -> MembershipAudit:
+def loss_attack(released: ReleasedModel, sides: Sides) -> MembershipAudit:
     """A picture with a small loss is called a member (Yeom et al. 2018)."""
     loss = _loss(released)
     members, others = (
@@ -225,7 +225,7 @@ def shadow_attack(
     """
     if shadows < FEWEST_SHADOWS or shadows % 2:
         raise ArgumentError(f"shadows must be an even number >= {FEWEST_SHADOWS}, got {shadows}: halves come in pairs.")
-    released, keys = load_released(run), keys or Keys.from_os_entropy()
+    released, keys = load_model(run), keys or Keys.from_os_entropy()
     pool, count = joined(sides), len(sides.members.images)
     if released.config.task != "classification":
         raise ArgumentError("shadow models are for pictures with one class each, got masks. Leave --shadows out.")
@@ -286,12 +286,12 @@ def confidence(outputs: Tensor, targets: Tensor) -> Tensor:
     return right - others
 
 
-def _shadow(run: Path, half: ImageStore, released: Released, keys: Keys, *, private: bool) -> nn.Module:
+def _shadow(run: Path, half: ImageStore, released: ReleasedModel, keys: Keys, *, private: bool) -> nn.Module:
     """A model trained on a half, in a folder under ``private/`` that is removed afterwards."""
     config = released.config.model_copy(update={"transfer": None, "cache_features": "off"})
     if not private:
         config = config.model_copy(update={"privacy": config.privacy.model_copy(update={"enabled": False})})
-    learner = whole_learner(config, Pictures(half, half, None, held_out=False))
+    learner = whole_learner(config, RunSplits(half, half, None, held_out=False))
     with session_on(
         config, half, keys=keys, learner=learner, normalisation=released.normalisation, parent=run / "private"
     ) as session:
@@ -312,7 +312,7 @@ def _rows(model: nn.Module, store: ImageStore, normalisation: Normalisation, sco
     return torch.cat(found).numpy()
 
 
-def _loss(released: Released) -> RowLoss:
+def _loss(released: ReleasedModel) -> RowLoss:
     config = released.config
     return loss_for(config.task, config.loss or "cross_entropy", len(released.class_names))
 

@@ -123,9 +123,9 @@ def _membership(
     run: Path, members: str | None, non_members: str | None, shadows: int, *, ordinary: bool
 ) -> dict[str, Any]:
     from dpvision.audit import keep_private, loss_attack, membership_document, shadow_attack, sides_of
-    from dpvision.inference.load import load_released
+    from dpvision.inference.load import load_model
 
-    released = load_released(run)
+    released = load_model(run)
     sides = sides_of(run, released, members=members, others=non_members)
     audits = [loss_attack(released, sides)]
     if shadows:

@@ -111,9 +111,9 @@ def _named(modules: list[str]) -> str:
 def _inspect(subject: _Subject) -> list[Finding]:
     """First whether the model gives scores for such pictures at all, then whether they can be learned privately."""
     from dpvision.gradients.model_check import Finding, preflight
-    from dpvision.training.trainer import inspect_model, made_up_rows
+    from dpvision.training.trainer import inspect_model, synthetic_rows
 
-    inputs, targets = made_up_rows(subject.image_shape, subject.num_classes, "cpu")
+    inputs, targets = synthetic_rows(subject.image_shape, subject.num_classes, "cpu")
     outputs = _outputs(subject, inputs)
     if isinstance(outputs, Finding):
         return [outputs]

@@ -11,7 +11,7 @@ from dpvision.cli.console import known_device, print_json, printable, user_error
 
 if TYPE_CHECKING:
     from dpvision.inference import MaskMetrics, Metrics
-    from dpvision.inference.load import Released
+    from dpvision.inference.load import ReleasedModel
 
 
 Run = Annotated[Path, typer.Argument(help="A run's folder.")]
@@ -35,10 +35,10 @@ def evaluate(
     with user_errors():
         from dpvision.inference import evaluate as measure
         from dpvision.inference import evaluate_masks
-        from dpvision.inference.load import load_released, test_pictures
+        from dpvision.inference.load import load_model, load_test_images
 
-        released = load_released(run)
-        store = test_pictures(run, released, test=test, test_masks=test_masks, data_dir=data_dir)
+        released = load_model(run)
+        store = load_test_images(run, released, test=test, test_masks=test_masks, data_dir=data_dir)
         judge = evaluate_masks if store.per_pixel else measure
         metrics = judge(released.model.to(device), store, released.normalisation, device=device)
         if json:
@@ -70,9 +70,9 @@ def predict(
     """
     with user_errors():
         from dpvision.errors import ArgumentError
-        from dpvision.inference.load import load_released
+        from dpvision.inference.load import load_model
 
-        released = load_released(run)
+        released = load_model(run)
         draws = released.config.task == "segmentation"
         if draws and output is None:
             raise ArgumentError("this model draws masks: name a folder for them with --output.")
@@ -98,7 +98,7 @@ def predict(
 _Answer = tuple[dict[str, Any], list[str], list[tuple[str, str]]]
 
 
-def _classes(released: Released, pictures: list[Path], *, skip_bad: bool, device: str) -> _Answer:
+def _classes(released: ReleasedModel, pictures: list[Path], *, skip_bad: bool, device: str) -> _Answer:
     from dpvision.data import load_pictures
     from dpvision.inference import predict as probabilities_of
 
@@ -113,11 +113,11 @@ def _classes(released: Released, pictures: list[Path], *, skip_bad: bool, device
 
 
 def _masks(
-    released: Released, pictures: list[Path], output: Path, *, force: bool, skip_bad: bool, device: str
+    released: ReleasedModel, pictures: list[Path], output: Path, *, force: bool, skip_bad: bool, device: str
 ) -> _Answer:
-    from dpvision.inference.predict import masks_into
+    from dpvision.inference.predict import write_masks
 
-    files, skipped = masks_into(released, pictures, output, force=force, skip_bad=skip_bad, device=device)
+    files, skipped = write_masks(released, pictures, output, force=force, skip_bad=skip_bad, device=device)
     answers = [{"picture": str(file.source), "mask": str(file.path), "shares": file.shares} for file in files]
     lines = [
         f"{file.path}: {', '.join(f'{name} {share:.2%}' for name, share in file.shares.items())}" for file in files

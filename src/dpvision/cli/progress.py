@@ -10,10 +10,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dpvision.cli.console import printable
+from dpvision.training.callbacks import RunCallback
 from dpvision.training.defaults import Choice
 
 
-class TerminalProgress:
+class TerminalProgress(RunCallback):
     """Draws on stderr, so that stdout carries figures only."""
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class TerminalProgress:
             figure = f"Dice {point['dice']:.3f}" if "dice" in point else f"{point['accuracy']:.2%}"
             self._bar.update(self._task, accuracy=f"test {figure}")
 
-    def said(self, text: str) -> None:
+    def message(self, text: str) -> None:
         """One line above the bar."""
         self._console.print(escape(printable(text)), highlight=False)
 

@@ -44,7 +44,7 @@ def reproduce(
         folder = output or Path("reproduce") / (table if scale == "paper" else f"{table}-{scale}")
         patterns = tuple(part.strip() for part in (rows or "").split(",") if part.strip())
         job = Job(table=find_table(table), folder=folder, scale=scale, repeats=repeats, rows=patterns, device=device)
-        report = run_table(job, watcher=TerminalProgress())
+        report = run_table(job, callback=TerminalProgress())
         _print(report, json=json)
     if report.interrupted:
         typer.echo("interrupted; the same command goes on", err=True)

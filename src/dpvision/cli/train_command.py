@@ -171,7 +171,7 @@ def train(
         run_config, folder = settle(base, recipe=recipe, output=output, quick=quick)
         # A smoke test must never pass for a release: a seed set by hand stamps it.
         seed = 0 if quick and unsafe_seed is None else unsafe_seed
-        result = train_run(run_config, run=folder, seed=seed, device=device, watcher=_watcher())
+        result = train_run(run_config, run=folder, seed=seed, device=device, callback=_callback())
         _finish(result, json=json, quick=quick)
 
 
@@ -188,12 +188,12 @@ def resume(
     Example: dpvision resume runs/demo-1
     """
     with user_errors():
-        from dpvision.training import resume as resume_run
+        from dpvision.training import resume_training
 
-        _finish(resume_run(run, allow_fork=fork, device=device, watcher=_watcher()), json=json)
+        _finish(resume_training(run, allow_fork=fork, device=device, callback=_callback()), json=json)
 
 
-def _watcher() -> Any:
+def _callback() -> Any:
     from dpvision.cli.progress import TerminalProgress
 
     return TerminalProgress()

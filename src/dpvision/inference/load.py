@@ -17,7 +17,7 @@ from dpvision.errors import ArgumentError, DataError, TamperError, printable
 from dpvision.models.losses import outputs_for
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, RunFolder
-from dpvision.training.prepare import load_options, load_pictures
+from dpvision.training.prepare import load_options, load_splits
 from dpvision.training.start import holdout_keys, normalisation_of
 
 MOST_CLASSES = 100_000
@@ -25,7 +25,7 @@ MOST_CLASSES = 100_000
 
 @final
 @dataclass(frozen=True)
-class Released:
+class ReleasedModel:
     """A model with all that is needed to show it pictures."""
 
     model: nn.Module
@@ -35,13 +35,13 @@ class Released:
     image_shape: tuple[int, int, int]
     certificate: dict[str, Any]
 
-    def with_window(self, window: tuple[float, float]) -> Released:
+    def with_window(self, window: tuple[float, float]) -> ReleasedModel:
         """The same model, for volumes of which these intensities are what it was trained on."""
         config = self.config.model_copy(update={"data": self.config.data.model_copy(update={"window": window})})
         return replace(self, config=config)
 
 
-def load_released(run: Path) -> Released:
+def load_model(run: Path) -> ReleasedModel:
     """The model of a run, with its weights checked against the certificate."""
     folder = RunFolder.open(run)
     path = folder.release / CERTIFICATE
@@ -58,7 +58,7 @@ def load_released(run: Path) -> Released:
             model.eval()(torch.zeros(1, *image_shape))
     except (RuntimeError, ValueError, IndexError) as error:
         raise TamperError(f"weights, model {chosen.name} and image_shape in {run} do not fit together.") from error
-    return Released(
+    return ReleasedModel(
         model=model.eval(),
         config=config,
         normalisation=normalisation_of(config),
@@ -81,8 +81,8 @@ def _trained_on(certificate: dict[str, Any], path: Path) -> tuple[tuple[str, ...
     return tuple(printable(name) for name in names), (shape[0], shape[1], shape[2])
 
 
-def test_pictures(
-    run: Path, released: Released, *, test: str | None, test_masks: str | None, data_dir: Path | None
+def load_test_images(
+    run: Path, released: ReleasedModel, *, test: str | None, test_masks: str | None, data_dir: Path | None
 ) -> ImageStore:
     """Public pictures to measure a released model on: named ones, or the run's own test split."""
     if test_masks is not None and (test is None or released.config.task != "segmentation"):
@@ -94,13 +94,13 @@ def test_pictures(
     whole = parse_config(folder.read_whole_config())
     if data_dir is not None:
         whole = whole.model_copy(update={"data": whole.data.model_copy(update={"data_dir": str(data_dir)})})
-    store = load_pictures(whole, holdout_keys(stored.keys, stored.run_id)).test
+    store = load_splits(whole, holdout_keys(stored.keys, stored.run_id)).test
     if store.fingerprint() != stored.bindings[-1].get("test"):
         raise DataError("the run's test split is not what it was: the data changed. Name pictures with --test.")
     return store
 
 
-def _options_like(released: Released, masks: str | None, data_dir: Path | None) -> LoadOptions:
+def _options_like(released: ReleasedModel, masks: str | None, data_dir: Path | None) -> LoadOptions:
     """Read other pictures as the run read its own. A table of owners does not come along: it was the run's own."""
     channels, height, width = released.image_shape
     return replace(

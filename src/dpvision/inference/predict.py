@@ -18,7 +18,7 @@ from torch import Tensor
 from dpvision.data.images import cover_box, decode, for_each, is_picture, look
 from dpvision.data.nifti import SUFFIXES, is_volume, open_volume, volume_pictures
 from dpvision.errors import ArgumentError, DataError, bad_files_text, shown, some_of
-from dpvision.inference.load import Released
+from dpvision.inference.load import ReleasedModel
 from dpvision.inference.mask_metrics import predict_masks
 from dpvision.storage.files import disk_errors, write_atomically
 from dpvision.training.prepare import load_options
@@ -60,8 +60,8 @@ class _Seen:
     axis: int = 0
 
 
-def masks_into(
-    released: Released,
+def write_masks(
+    released: ReleasedModel,
     sources: Sequence[Path],
     folder: Path,
     *,
@@ -148,26 +148,26 @@ def _require_free(jobs: Sequence[_Job], folder: Path, *, force: bool) -> None:
         raise ArgumentError(f"{some_of(taken)} exist already. Choose another --output, or replace with --force.")
 
 
-def _seen_or_reason(released: Released, job: _Job) -> _Seen | str:
+def _seen_or_reason(released: ReleasedModel, job: _Job) -> _Seen | str:
     """What there is to look at, or why there is nothing: a file may hold anything."""
     read = _read_volume if is_volume(job.source) else _read_picture
     (found,) = for_each(lambda _: read(released, job.source), 1, what="reading", workers=1)
     return found
 
 
-def _read_picture(released: Released, source: Path) -> _Seen:
+def _read_picture(released: ReleasedModel, source: Path) -> _Seen:
     looks, image_CHW = look(source), decode(source, image_shape=released.image_shape)
     return _Seen(torch.from_numpy(image_CHW.copy())[None], looks.height, looks.width)
 
 
-def _read_volume(released: Released, source: Path) -> _Seen:
+def _read_volume(released: ReleasedModel, source: Path) -> _Seen:
     volume, options = open_volume(source), load_options(released.config)
     images_SCHW = volume_pictures(volume, image_shape=released.image_shape, options=options)
     height, width = volume.slices(options.volume_axis).shape[1:]
     return _Seen(images_SCHW, height, width, volume.affine, options.volume_axis)
 
 
-def _mask_file(released: Released, job: _Job, seen: _Seen, device: str) -> MaskFile:
+def _mask_file(released: ReleasedModel, job: _Job, seen: _Seen, device: str) -> MaskFile:
     batches = predict_masks(released.model, seen.images_SCHW, released.normalisation, device=device)
     masks_SHW = np.stack([at_own_size(mask.numpy(), seen.height, seen.width) for batch in batches for mask in batch])
     names = released.class_names

@@ -25,8 +25,7 @@ from dpvision.papers.tables import Row, Table
 from dpvision.release.verify import verify
 from dpvision.storage.files import disk_errors, parse_object, read_file, write_atomically
 from dpvision.storage.run_folder import CERTIFICATE, METRICS, RunFolder
-from dpvision.training import Watcher, resume, train
-from dpvision.training.callbacks import Silence
+from dpvision.training import RunCallback, resume_training, train
 
 
 @final
@@ -271,14 +270,14 @@ class Unfinished(DPVisionError):
     """A run ended before the last step of its plan."""
 
 
-def reproduce(job: Job, *, watcher: Watcher | None = None) -> Report:
+def reproduce(job: Job, *, callback: RunCallback | None = None) -> Report:
     """Run what is not run yet, and write the table.
 
     Finished runs are read from their certificates, begun ones go on. A run that fails is written down and does not stop
-    the others; why it failed is said to ``watcher`` alone. The files are written anew after every run, so that an
+    the others; why it failed is said to ``callback`` alone. The files are written anew after every run, so that an
     interruption costs nothing.
     """
-    watcher = watcher or Silence()
+    callback = callback or RunCallback()
     rows = job.table.choose(job.rows)
     for row in rows:
         _require_same(job, row.recipe)
@@ -287,7 +286,7 @@ def reproduce(job: Job, *, watcher: Watcher | None = None) -> Report:
     try:
         for repeat in range(1, job.repeats + 1):
             for row in rows:
-                _run_row(job, row, repeat, progress, watcher)
+                _run_row(job, row, repeat, progress, callback)
                 _write(_report(job, rows, progress, interrupted=False), picture=False)
     except (_Stopped, KeyboardInterrupt):
         interrupted = True
@@ -311,30 +310,30 @@ def _asked_text(job: Job, recipe: Recipe) -> str:
         return ""
 
 
-def _run_row(job: Job, row: Row, repeat: int, progress: _Progress, watcher: Watcher) -> None:
+def _run_row(job: Job, row: Row, repeat: int, progress: _Progress, callback: RunCallback) -> None:
     """One run of a row, or a note why there is none."""
     started = time.monotonic()
     try:
         if row.recipe.after is not None and row.recipe.after not in progress.sources:
             source = find_recipe(row.recipe.after)
             _require_same(job, source)
-            progress.sources[source.name] = _figures_of(job, source, 1, watcher)
-        figures = _figures_of(job, row.recipe, repeat, watcher)
+            progress.sources[source.name] = _figures_of(job, source, 1, callback)
+        figures = _figures_of(job, row.recipe, repeat, callback)
     except (DPVisionError, RuntimeError, MemoryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         failure = Failure(repeat=repeat, kind=type(error).__name__, reason=reason)
         progress.failures.setdefault(row.name, []).append(failure)
-        watcher.said(f"{row.label}, run {repeat}: failed: {reason}")
+        callback.message(f"{row.label}, run {repeat}: failed: {reason}")
         return
     progress.runs.setdefault(row.name, []).append(figures)
     seconds = time.monotonic() - started
-    watcher.said(f"{row.label}, run {repeat}: {figures.accuracy:.2f} % ({seconds:.0f} s)")
+    callback.message(f"{row.label}, run {repeat}: {figures.accuracy:.2f} % ({seconds:.0f} s)")
 
 
-def _figures_of(job: Job, recipe: Recipe, repeat: int, watcher: Watcher) -> Figures:
+def _figures_of(job: Job, recipe: Recipe, repeat: int, callback: RunCallback) -> Figures:
     run = job.run_folder(recipe, repeat)
     if is_begun(run):
-        _finish(run, lambda: resume(run, device=job.device, watcher=watcher))
+        _finish(run, lambda: resume_training(run, device=job.device, callback=callback))
     else:
         config = job.config(recipe)
         if recipe.after is not None and config.transfer is not None:
@@ -343,7 +342,7 @@ def _figures_of(job: Job, recipe: Recipe, repeat: int, watcher: Watcher) -> Figu
         _note_asked(job, recipe)
         # A smoke test must never pass for a release: a seed set by hand stamps it.
         seed = repeat if job.scale == "quick" else None
-        _finish(run, lambda: train(config, run=run, seed=seed, device=job.device, watcher=watcher))
+        _finish(run, lambda: train(config, run=run, seed=seed, device=job.device, callback=callback))
     return read_figures(run, repeat=repeat)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dpvision.training.callbacks import Watcher
-from dpvision.training.start import resume, train
+from dpvision.training.callbacks import RunCallback
+from dpvision.training.start import resume_training, train
 from dpvision.training.write_release import RunResult
 
-__all__ = ["RunResult", "Watcher", "resume", "train"]
+__all__ = ["RunCallback", "RunResult", "resume_training", "train"]

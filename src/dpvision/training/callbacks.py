@@ -1,6 +1,6 @@
-"""Who looks on while a run goes: told public things only.
+"""Observe and stop a run: callbacks for progress displays and tests, and signal handling.
 
-Ctrl-C and SIGTERM end a run between two steps; a second one ends it at once.
+Ctrl-C and SIGTERM end a run between two steps; a second signal ends it immediately.
 """
 
 from __future__ import annotations
@@ -10,58 +10,42 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from dpvision.training.defaults import Choice
 
 
-class Watcher(Protocol):
-    """What a progress display or a test hears of a run. No private figure passes through here."""
+class RunCallback:
+    """What a progress display or a test is told about a run: override what you need, every method does nothing here.
+
+    Guarantee: only public values are passed: step counts, epsilon and metrics of the public test split.
+    """
 
     def started(self, *, name: str, steps: int, done: int, choices: tuple[Choice, ...]) -> None:
-        """The run begins, or goes on after ``done`` steps."""
+        """The run of model ``name`` starts, or continues after ``done`` of its ``steps`` steps."""
 
     def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
-        """A step is over; what was spent so far is at most ``epsilon_bound``."""
+        """``done`` steps are finished; the epsilon spent so far is at most ``epsilon_bound``."""
 
     def evaluated(self, point: dict[str, Any]) -> None:
         """One more point of the curve on the public test split."""
 
-    def said(self, text: str) -> None:
-        """Something the user should know."""
+    def message(self, text: str) -> None:
+        """A note for the user, one line."""
 
     def finished(self) -> None:
-        """The loop is over."""
-
-
-class Silence:
-    """Hears everything, says nothing."""
-
-    def started(self, *, name: str, steps: int, done: int, choices: tuple[Choice, ...]) -> None:
-        """Nothing."""
-
-    def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
-        """Nothing."""
-
-    def evaluated(self, point: dict[str, Any]) -> None:
-        """Nothing."""
-
-    def said(self, text: str) -> None:
-        """Nothing."""
-
-    def finished(self) -> None:
-        """Nothing."""
+        """The loop has ended, also after an error."""
 
 
 @final
 class StopRequest:
-    """True once somebody asked the run to stop."""
+    """Whether a stop was requested by a signal."""
 
     def __init__(self) -> None:
         self.requested = False
 
     def ask(self, signum: int, frame: FrameType | None) -> None:
-        """Signal handler: remember the first request, obey the second at once."""
+        """Handle a signal: remember the first one, raise KeyboardInterrupt on the second."""
         del signum, frame
         if self.requested:
             raise KeyboardInterrupt

@@ -10,12 +10,12 @@ from dpvision.privacy.ledger import Ledger
 from dpvision.release.statements import HELD_OUT, SHOWN_PICTURES, TEST_SPLIT
 from dpvision.training.initial_weights import KNOWN_WEIGHTS
 from dpvision.training.lineage import note_ancestry, transfer_declarations
-from dpvision.training.prepare import Pictures, extra_charges
+from dpvision.training.prepare import RunSplits, extra_charges
 from dpvision.training.stages import mirrored
 from dpvision.training.trainer import may_show_pictures
 
 
-def declarations(config: RunConfig, pictures: Pictures) -> list[tuple[str, str]]:
+def declarations(config: RunConfig, pictures: RunSplits) -> list[tuple[str, str]]:
     """Pairs of (what, how) for everything that is declared instead of charged."""
     found = [("privacy units", units_come_from(config, pictures)), (TEST_SPLIT, test_split(config, pictures))]
     found += rows_of_owners(config)
@@ -43,7 +43,7 @@ def declarations(config: RunConfig, pictures: Pictures) -> list[tuple[str, str]]
     return [*found, *transfer_declarations(config, planned_epsilon=planned_epsilon(config))]
 
 
-def note_declarations(ledger: Ledger, config: RunConfig, pictures: Pictures) -> None:
+def note_declarations(ledger: Ledger, config: RunConfig, pictures: RunSplits) -> None:
     """Write all that is declared into the ledger. What stands there already is not written again."""
     for what, how in declarations(config, pictures):
         ledger.note("declare", {"what": what, "how": how})
@@ -64,7 +64,7 @@ def views_text(config: RunConfig) -> str:
     return f"{config.views.count} a picture, averaged before the clip; how they vary is in the configuration"
 
 
-def units_come_from(config: RunConfig, pictures: Pictures) -> str:
+def units_come_from(config: RunConfig, pictures: RunSplits) -> str:
     """Who said which rows belong together."""
     data, alone = config.data, "each picture is a unit of its own"
     if pictures.train.owners is None:
@@ -90,7 +90,7 @@ def rows_of_owners(config: RunConfig) -> list[tuple[str, str]]:
     return [("rows of an owner", f"at most {most}, the first in the order of the data; the others are not trained on")]
 
 
-def test_split(config: RunConfig, pictures: Pictures) -> str:
+def test_split(config: RunConfig, pictures: RunSplits) -> str:
     """Where the test pictures come from."""
     if pictures.held_out:
         return f"{config.data.holdout_fraction:.0%} of the units, {HELD_OUT}"

@@ -162,7 +162,7 @@ HEAD_CLIP_NORM, HEAD_RATE = 0.1, 4.0
 
 @final
 @dataclass(frozen=True)
-class Pictures:
+class RunSplits:
     """The two splits of a run. ``train`` is private; ``test`` is declared public."""
 
     train: ImageStore
@@ -178,7 +178,7 @@ class Prepared:
     """A resolved configuration, its pictures, and what was chosen on the way."""
 
     config: RunConfig
-    pictures: Pictures
+    pictures: RunSplits
     choices: tuple[Choice, ...]
     notes: tuple[str, ...]
 
@@ -205,7 +205,7 @@ def load_options(config: RunConfig) -> LoadOptions:
     )
 
 
-def load_pictures(config: RunConfig, keys: Keys) -> Pictures:
+def load_splits(config: RunConfig, keys: Keys) -> RunSplits:
     """Both splits. Without a test split, a part of the units is held out by a keyed draw."""
     data, options = config.data, load_options(config)
     splits = load(data.source, options)
@@ -219,7 +219,7 @@ def load_pictures(config: RunConfig, keys: Keys) -> Pictures:
         train, test = hold_out(train, fraction=data.holdout_fraction, keys=keys)
         held_out = True
     skipped = splits.train.skipped + (() if held_out else test.skipped)
-    return Pictures(limited_rows(train, config), test, constants, held_out, skipped)
+    return RunSplits(limited_rows(train, config), test, constants, held_out, skipped)
 
 
 def require_test_part(data: DataConfig, *, has_one: bool) -> None:
@@ -250,7 +250,7 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
         config = config.model_copy(update={"data": data})
         choices.append(Choice("image_size", str(side), "small pictures train fast; raise it for detail"))
     config, pixels = resolved_transfer(config)
-    pictures = load_pictures(config, keys)
+    pictures = load_splits(config, keys)
     config = name_units(config, pictures.train)
     if pixels is not None:
         pictures = replace(pictures, published=pixels)  # what the weights were trained on goes first
@@ -309,7 +309,7 @@ def require_other_pictures(config: RunConfig) -> None:
         )
 
 
-def notes(config: RunConfig, pictures: Pictures) -> tuple[str, ...]:
+def notes(config: RunConfig, pictures: RunSplits) -> tuple[str, ...]:
     """What the user should hear before training. For the terminal only: some of it depends on the private data."""
     found = []
     if pictures.skipped:
@@ -330,7 +330,7 @@ def notes(config: RunConfig, pictures: Pictures) -> tuple[str, ...]:
     return tuple(found)
 
 
-def name_normalisation(config: RunConfig, pictures: Pictures) -> RunConfig:
+def name_normalisation(config: RunConfig, pictures: RunSplits) -> RunConfig:
     """Turn ``auto`` into the published constants of a known dataset, or into fixed ones."""
     wanted = config.data.normalisation
     if wanted == "auto":
@@ -346,7 +346,7 @@ def name_normalisation(config: RunConfig, pictures: Pictures) -> RunConfig:
     return config.model_copy(update={"data": data})
 
 
-def constant_normalisation(config: RunConfig, pictures: Pictures) -> Normalisation:
+def constant_normalisation(config: RunConfig, pictures: RunSplits) -> Normalisation:
     """The normalisation of a run that releases no statistics."""
     channels = pictures.train.image_shape[0]
     if config.data.normalisation == "published" and pictures.published is not None:

@@ -22,7 +22,7 @@ from dpvision.data import Features, ImageStore, Normalisation, cache_folder, ext
 from dpvision.gradients.inference_forward import quick_forward
 from dpvision.models import split
 from dpvision.training.initial_weights import trained_names
-from dpvision.training.prepare import Pictures
+from dpvision.training.prepare import RunSplits
 from dpvision.training.run_fingerprint import code_digest
 
 FEATURE_BYTES = 4 * 2**30
@@ -31,7 +31,7 @@ FEATURE_BYTES = 4 * 2**30
 
 @final
 @dataclass(frozen=True, eq=False)
-class Phase:
+class Stage:
     """Steps that train the same parameters. ``network`` is what is trained: on pictures, or on what ``front`` makes
     of them, in numbers of ``dtype``. Its parameters are the model's own, under the model's names.
     """
@@ -39,12 +39,12 @@ class Phase:
     first_step: int
     trained: frozenset[str]
     network: nn.Module
-    front: nn.Module | None = None
+    backbone: nn.Module | None = None
     dtype: torch.dtype = torch.float32
     mirrored: bool = False
 
 
-def phases_of(model: nn.Module, config: RunConfig, example: Tensor) -> tuple[Phase, ...]:
+def training_stages(model: nn.Module, config: RunConfig, example: Tensor) -> tuple[Stage, ...]:
     """The phases of a run, whose model is left with the first one's parameters to train.
 
     ``example`` is a few made-up rows. What a front makes of pictures is kept only where pictures are shown as they
@@ -54,16 +54,16 @@ def phases_of(model: nn.Module, config: RunConfig, example: Tensor) -> tuple[Pha
     first = _phase(model, config, example, first_step, trained)
     set_trained(model, first)
     # The engine keeps one plan per module: a further phase, which runs the whole model again, needs one of its own.
-    return (first, *(Phase(step, names, copy.copy(model)) for step, names in later))
+    return (first, *(Stage(step, names, copy.copy(model)) for step, names in later))
 
 
-def set_trained(model: nn.Module, phase: Phase) -> None:
+def set_trained(model: nn.Module, phase: Stage) -> None:
     """Let exactly the phase's parameters require gradients."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in phase.trained)
 
 
-def phase_at(phases: Sequence[Phase], step: int) -> Phase:
+def stage_at(phases: Sequence[Stage], step: int) -> Stage:
     """The phase that takes ``step``, counted from zero."""
     return [phase for phase in phases if phase.first_step <= step][-1]
 
@@ -83,8 +83,8 @@ def _stretches(model: nn.Module, config: RunConfig) -> list[tuple[int, frozenset
     return [(0, trained_names(model, transfer.trained, stages=transfer.stages))]
 
 
-def _phase(model: nn.Module, config: RunConfig, example: Tensor, first: int, trained: frozenset[str]) -> Phase:
-    whole = Phase(first, trained, model)
+def _phase(model: nn.Module, config: RunConfig, example: Tensor, first: int, trained: frozenset[str]) -> Stage:
+    whole = Stage(first, trained, model)
     as_it_is = config.views == ViewsConfig(padding=config.views.padding)
     # Maps are as large as pictures: there is nothing to gain from keeping them.
     if config.task == "segmentation" or config.cache_features == "off" or not (as_it_is or mirrored(config.views)):
@@ -96,7 +96,7 @@ def _phase(model: nn.Module, config: RunConfig, example: Tensor, first: int, tra
     dtype = _dtype(features_of(cut.front, example)[0].numel() * config.views.count, config)
     if dtype is None:
         return whole
-    return Phase(first, trained, cut.rest, cut.front, dtype, mirrored(config.views))
+    return Stage(first, trained, cut.rest, cut.front, dtype, mirrored(config.views))
 
 
 def features_of(front: nn.Module, inputs: Tensor) -> Tensor:
@@ -128,15 +128,15 @@ class RunFeatures:
 
 
 def run_features(
-    phase: Phase, config: RunConfig, pictures: Pictures, *, normalisation: Normalisation, device: str, say: Say
+    phase: Stage, config: RunConfig, pictures: RunSplits, *, normalisation: Normalisation, device: str, say: Say
 ) -> RunFeatures | None:
     """The features that the phase trains on, or None where it trains on pictures.
 
     Guarantee: nothing is released. A row's features are a function of its own picture and of public numbers.
     """
-    if phase.front is None:
+    if phase.backbone is None:
         return None
-    front = copy.deepcopy(phase.front).eval()
+    front = copy.deepcopy(phase.backbone).eval()
     front.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] (faster convolutions on a CPU)
 
     def of(store: ImageStore, *, mirrored: bool) -> Features:

@@ -19,29 +19,29 @@ from dpvision.privacy.noise import standard_normals
 from dpvision.privacy.randomness import Keys
 from dpvision.storage.checkpoint import Checkpoint
 from dpvision.storage.run_folder import RunFolder, StoredKey
-from dpvision.training.callbacks import Silence, Watcher, stop_on_signals
+from dpvision.training.callbacks import RunCallback, stop_on_signals
 from dpvision.training.declarations import note_declarations
 from dpvision.training.prepare import (
-    Pictures,
     Prepared,
+    RunSplits,
     constant_normalisation,
     count_charges,
-    load_pictures,
+    load_splits,
     prepare,
     statistics_charges,
 )
 from dpvision.training.run_fingerprint import Binding, bound_keys, current_binding, differences
-from dpvision.training.stages import RunFeatures, Say, phase_at, run_features, set_trained
+from dpvision.training.stages import RunFeatures, Say, run_features, set_trained, stage_at
 from dpvision.training.trainer import (
     Place,
     Session,
     assemble,
+    choose_gradient_plans,
     draw_weights,
     make_learner,
     measure,
     preflight,
     run_steps,
-    settle_plans,
 )
 from dpvision.training.write_release import RunResult, write_release
 
@@ -51,7 +51,7 @@ def silently(text: str) -> None:
     del text
 
 
-def begin(
+def start_run(
     config: RunConfig, path: Path, *, seed: int | None, device: str, say: Say = silently
 ) -> tuple[Session, Prepared]:
     """A new run. Nothing is written before the data, the plan and the model have been found good."""
@@ -64,10 +64,10 @@ def begin(
     bound = bound_keys(keys, binding, fork=0)
     learner = make_learner(config, pictures, device)
     if config.privacy.enabled:
-        set_trained(learner.model, learner.phases[-1])  # who learns at all, learns in the last phase
+        set_trained(learner.model, learner.stages[-1])  # who learns at all, learns in the last phase
         findings = preflight(learner.model, config, pictures, device)
         prepared = replace(prepared, notes=(*prepared.notes, *map(str, findings)))
-    settle_plans(learner, config, pictures, device)
+    choose_gradient_plans(learner, config, pictures, device)
     draw_weights(learner.model, config, pictures, bound)
     folder = RunFolder.create(path)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
@@ -79,7 +79,7 @@ def begin(
     config = config.with_normalisation(normalisation.mean, normalisation.std)
     folder.write_whole_config(config.to_json())
     folder.write_config(config.public().to_json())
-    features = run_features(learner.phases[0], config, pictures, normalisation=normalisation, device=device, say=say)
+    features = run_features(learner.stages[0], config, pictures, normalisation=normalisation, device=device, say=say)
     # From here on the key is bound to the constants for the pixels and to the features too: neither was known before.
     binding = with_features(binding_of(config, pictures, run_id=run_id, device=device), features)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
@@ -90,7 +90,7 @@ def begin(
     return session, prepared
 
 
-def come_back(path: Path, *, allow_fork: bool, device: str, say: Say = silently) -> tuple[Session, list[str]]:
+def resume_run(path: Path, *, allow_fork: bool, device: str, say: Say = silently) -> tuple[Session, list[str]]:
     """The run in ``path`` as its newest whole checkpoint left it, and what the user should know about that."""
     folder = RunFolder.open(path)
     folder.lock()
@@ -101,17 +101,17 @@ def come_back(path: Path, *, allow_fork: bool, device: str, say: Say = silently)
         )
     config = parse_config(folder.read_whole_config())
     stored = folder.load_key()
-    pictures = load_pictures(config, holdout_keys(stored.keys, stored.run_id))
+    pictures = load_splits(config, holdout_keys(stored.keys, stored.run_id))
     ledger = folder.open_ledger()
     require_same_plan(config, ledger, stored)
     binding = binding_of(config, pictures, run_id=stored.run_id, device=device)
     require_permission(differences(stored.bindings[-1], binding), allow_fork=allow_fork)
     learner = make_learner(config, pictures, device)
-    settle_plans(learner, config, pictures, device)
-    with fitting(checkpoint):
+    choose_gradient_plans(learner, config, pictures, device)
+    with checkpoint_errors(checkpoint):
         load_model(learner.model, checkpoint)
     normalisation = normalisation_of(config)
-    phase = phase_at(learner.phases, max(0, checkpoint.step - 1))
+    phase = stage_at(learner.stages, max(0, checkpoint.step - 1))
     features = run_features(phase, config, pictures, normalisation=normalisation, device=device, say=say)
     binding = with_features(binding, features)
     notes = list(checkpoint.warnings)
@@ -134,7 +134,7 @@ def come_back(path: Path, *, allow_fork: bool, device: str, say: Say = silently)
     session = assemble(
         config, pictures, place=place, learner=learner, normalisation=normalisation, taken=checkpoint.step
     )
-    with fitting(checkpoint):
+    with checkpoint_errors(checkpoint):
         restore(session, checkpoint)
     return session, notes
 
@@ -144,7 +144,7 @@ def holdout_keys(keys: Keys, run_id: str) -> Keys:
     return keys.bind("holdout", run_id)
 
 
-def binding_of(config: RunConfig, pictures: Pictures, *, run_id: str, device: str) -> Binding:
+def binding_of(config: RunConfig, pictures: RunSplits, *, run_id: str, device: str) -> Binding:
     """What the key is bound to at this moment."""
     return current_binding(
         run_id=run_id,
@@ -205,7 +205,7 @@ def spent_so_far(folder: RunFolder) -> str:
     return f"It did spend {parts}: that composes with whatever comes next."
 
 
-def normalise(config: RunConfig, pictures: Pictures, keys: Keys, ledger: Ledger) -> Normalisation:
+def normalise(config: RunConfig, pictures: RunSplits, keys: Keys, ledger: Ledger) -> Normalisation:
     """Constants for the pixels. Statistics of private pictures are charged before they are drawn."""
     charges = statistics_charges(config)
     if not charges:
@@ -256,7 +256,7 @@ def note_forks(ledger: Ledger, bindings: tuple[dict[str, str], ...], checkpoint:
 
 
 @contextmanager
-def fitting(checkpoint: Checkpoint) -> Iterator[None]:
+def checkpoint_errors(checkpoint: Checkpoint) -> Iterator[None]:
     """Word it as ours when a checkpoint is whole, but not one of this run."""
     try:
         yield
@@ -292,7 +292,7 @@ def train(
     run: Path | str,
     seed: int | None = None,
     device: str = "cpu",
-    watcher: Watcher | None = None,
+    callback: RunCallback | None = None,
 ) -> RunResult:
     """Train as ``config`` says and leave the run in the folder ``run``.
 
@@ -302,41 +302,41 @@ def train(
     Guarantee: the released weights are (epsilon, delta)-private for the unit and adjacency named in the certificate,
     under the assumptions of docs/guarantee.md.
     """
-    watcher = watcher or Silence()
-    session, prepared = begin(config, Path(run), seed=seed, device=device, say=watcher.said)
+    callback = callback or RunCallback()
+    session, prepared = start_run(config, Path(run), seed=seed, device=device, say=callback.message)
     with session.folder:
         name = required(session.config.model, "model").name
-        watcher.started(name=name, steps=session.total_steps, done=0, choices=prepared.choices)
+        callback.started(name=name, steps=session.total_steps, done=0, choices=prepared.choices)
         for note in prepared.notes:
-            watcher.said(note)
-        return _go_on(session, watcher)
+            callback.message(note)
+        return _run_and_release(session, callback)
 
 
-def resume(
-    run: Path | str, *, allow_fork: bool = False, device: str = "cpu", watcher: Watcher | None = None
+def resume_training(
+    run: Path | str, *, allow_fork: bool = False, device: str = "cpu", callback: RunCallback | None = None
 ) -> RunResult:
     """Go on with the run in that folder where its newest whole checkpoint left it.
 
     Guarantee: steps that are repeated exactly release nothing new and are not charged twice; if anything changed on
     which their bits depend, they get other noise and are charged again.
     """
-    watcher = watcher or Silence()
-    session, notes = come_back(Path(run), allow_fork=allow_fork, device=device, say=watcher.said)
+    callback = callback or RunCallback()
+    session, notes = resume_run(Path(run), allow_fork=allow_fork, device=device, say=callback.message)
     with session.folder:
         name = required(session.config.model, "model").name
-        watcher.started(name=name, steps=session.total_steps, done=session.step, choices=())
+        callback.started(name=name, steps=session.total_steps, done=session.step, choices=())
         for note in notes:
-            watcher.said(note)
-        return _go_on(session, watcher)
+            callback.message(note)
+        return _run_and_release(session, callback)
 
 
-def _go_on(session: Session, watcher: Watcher) -> RunResult:
+def _run_and_release(session: Session, callback: RunCallback) -> RunResult:
     keep_freed_memory()
     with stop_on_signals() as stop:
         try:
-            outcome = run_steps(session, watcher, stop)
+            outcome = run_steps(session, callback, stop)
             session.final = session.final or measure(session)  # the last step of a plan is evaluated already
             session.save_checkpoint()
             return write_release(session, outcome=outcome)
         finally:
-            watcher.finished()
+            callback.finished()

@@ -43,10 +43,10 @@ from dpvision.privacy.optimizer import Optimizer
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import Microbatch, OrdinaryGrad, charge_for
 from dpvision.storage.run_folder import Example, Rank, RunFolder, examples_bytes
-from dpvision.training.callbacks import StopRequest, Watcher
+from dpvision.training.callbacks import RunCallback, StopRequest
 from dpvision.training.lineage import put_weights
-from dpvision.training.prepare import Pictures, extra_charges
-from dpvision.training.stages import Phase, RunFeatures, features_of, phase_at, phases_of, set_trained
+from dpvision.training.prepare import RunSplits, extra_charges
+from dpvision.training.stages import RunFeatures, Stage, features_of, set_trained, stage_at, training_stages
 
 PREFLIGHT_ROWS = 4
 FROZEN, MOST_FROZEN = "frozen", 3
@@ -70,18 +70,18 @@ class Session:
     """Everything the loop works on. ``step`` counts finished steps."""
 
     config: RunConfig
-    pictures: Pictures
+    splits: RunSplits
     normalisation: Normalisation
     folder: RunFolder
     ledger: Ledger
     keys: Keys
     fork: int
     model: nn.Module
-    phases: tuple[Phase, ...]
-    phase: Phase
+    stages: tuple[Stage, ...]
+    stage: Stage
     features: RunFeatures | None
     optimizer: Optimizer
-    picture_draws: PoissonDraws
+    image_draws: PoissonDraws
     budget: Budget | None
     meter: EpsilonMeter | None
     device: str
@@ -96,25 +96,25 @@ class Session:
 
     def _draws(self) -> PoissonDraws | FeatureDraws:
         """The draws of the phase: of features, if it trains on them."""
-        if self.phase.front is None or self.features is None:
-            return self.picture_draws
-        return FeatureDraws(self.picture_draws, self.features.train, self.pictures.train.labels, self.device)
+        if self.stage.backbone is None or self.features is None:
+            return self.image_draws
+        return FeatureDraws(self.image_draws, self.features.train, self.splits.train.labels, self.device)
 
-    def enter_phase(self) -> None:
+    def enter_stage(self) -> None:
         """Begin the phase that the next step belongs to, with an optimizer of its own."""
-        phase = phase_at(self.phases, self.step)
-        if phase is self.phase:
+        phase = stage_at(self.stages, self.step)
+        if phase is self.stage:
             return
         self.optimizer.check_untouched()  # the next one takes what it finds for granted
         set_trained(self.model, phase)
-        self.phase, self.features = phase, None
+        self.stage, self.features = phase, None
         self.draws = self._draws()
         self.optimizer = make_optimizer(self.model, self.config, first_step=phase.first_step)
 
     @property
     def loss(self) -> RowLoss:
         """What is minimised: one value a row."""
-        return loss_of(self.config, self.pictures)
+        return loss_of(self.config, self.splits)
 
     @property
     def total_steps(self) -> int:
@@ -141,13 +141,13 @@ class Learner:
     """A model, what of it learns when, and what its frozen part has made of the pictures."""
 
     model: nn.Module
-    phases: tuple[Phase, ...]
+    stages: tuple[Stage, ...]
     features: RunFeatures | None = None
 
 
 def assemble(
     config: RunConfig,
-    pictures: Pictures,
+    pictures: RunSplits,
     *,
     place: Place,
     learner: Learner,
@@ -156,11 +156,11 @@ def assemble(
 ) -> Session:
     """Join the parts of a run of which ``taken`` steps are taken; the optimizer is that of the last of them."""
     private = config.privacy.enabled
-    phase = phase_at(learner.phases, max(0, taken - 1))
+    phase = stage_at(learner.stages, max(0, taken - 1))
     set_trained(learner.model, phase)
     return Session(
         config=config,
-        pictures=pictures,
+        splits=pictures,
         normalisation=normalisation,
         folder=place.folder,
         ledger=place.ledger,
@@ -168,11 +168,11 @@ def assemble(
         fork=place.fork,
         device=place.device,
         model=learner.model,
-        phases=learner.phases,
-        phase=phase,
+        stages=learner.stages,
+        stage=phase,
         features=learner.features,
         optimizer=make_optimizer(learner.model, config, first_step=phase.first_step),
-        picture_draws=PoissonDraws(
+        image_draws=PoissonDraws(
             mechanism=config.plan,
             store=pictures.train,
             normalisation=normalisation,
@@ -201,18 +201,18 @@ def make_optimizer(model: nn.Module, config: RunConfig, *, first_step: int) -> O
     )
 
 
-def make_learner(config: RunConfig, pictures: Pictures, device: str) -> Learner:
+def make_learner(config: RunConfig, pictures: RunSplits, device: str) -> Learner:
     """The configured model in training mode, with weights that are the same for everybody, and its phases."""
     model = _created(config, pictures, seed=0).to(device).train()
-    with fitting_shape(pictures.train.image_shape):
-        example, _ = made_up_like(pictures, device)
+    with shape_errors(pictures.train.image_shape):
+        example, _ = synthetic_like(pictures, device)
         if config.task == "segmentation":
             with torch.no_grad():
                 model(example[:1])  # says early what sizes it can't take
-        return Learner(model, phases_of(model, config, example))
+        return Learner(model, training_stages(model, config, example))
 
 
-def _created(config: RunConfig, pictures: Pictures, *, seed: int) -> nn.Module:
+def _created(config: RunConfig, pictures: RunSplits, *, seed: int) -> nn.Module:
     chosen = required(config.model, "model")
     return models.create(
         chosen.name,
@@ -223,23 +223,23 @@ def _created(config: RunConfig, pictures: Pictures, *, seed: int) -> nn.Module:
     )
 
 
-def settle_plans(learner: Learner, config: RunConfig, pictures: Pictures, device: str) -> None:
+def choose_gradient_plans(learner: Learner, config: RunConfig, pictures: RunSplits, device: str) -> None:
     """Let the engine decide how it computes the model's gradients, phase by phase, while its weights are everybody's.
 
     What it decides changes the last bits of a sum. Decided anew at a checkpoint's weights, it could differ, and a
     repeated step would give another sum under the same noise.
     """
-    inputs, targets = made_up_like(pictures, device)
+    inputs, targets = synthetic_like(pictures, device)
     rows = required(config.data.rows_per_unit, "rows_per_unit") * view_settings(config).count
     unit = torch.full((1, rows), 1 / rows, dtype=torch.float64, device=device)
     decide = plan_for if config.privacy.enabled else fast_plan
-    for phase in learner.phases:
+    for phase in learner.stages:
         set_trained(learner.model, phase)
-        seen = inputs if phase.front is None else features_of(phase.front, inputs)
+        seen = inputs if phase.backbone is None else features_of(phase.backbone, inputs)
         like = Microbatch(seen[:1].repeat_interleave(rows, 0), targets[:1].repeat_interleave(rows, 0), unit)
-        with fitting_shape(pictures.train.image_shape):
+        with shape_errors(pictures.train.image_shape):
             decide(phase.network, loss_of(config, pictures), like, config.performance)
-    set_trained(learner.model, learner.phases[0])
+    set_trained(learner.model, learner.stages[0])
 
 
 def view_settings(config: RunConfig) -> ViewSettings:
@@ -247,19 +247,19 @@ def view_settings(config: RunConfig) -> ViewSettings:
     return ViewSettings(**config.views.model_dump())
 
 
-def draw_weights(model: nn.Module, config: RunConfig, pictures: Pictures, keys: Keys) -> None:
+def draw_weights(model: nn.Module, config: RunConfig, pictures: RunSplits, keys: Keys) -> None:
     """Put the run's own first weights into the model: drawn, and taken from elsewhere if configured so."""
     drawn = _created(config, pictures, seed=keys.seed("init"))
     put_weights(drawn, config, build=lambda: _created(config, pictures, seed=0), seed=keys.seed("init", "mean_var"))
     model.load_state_dict(drawn.state_dict())
 
 
-def loss_of(config: RunConfig, pictures: Pictures) -> RowLoss:
+def loss_of(config: RunConfig, pictures: RunSplits) -> RowLoss:
     """The loss of a run; the same value whenever it is asked for."""
     return loss_for(config.task, required(config.loss, "loss"), pictures.train.num_classes)
 
 
-def made_up_rows(
+def synthetic_rows(
     image_shape: tuple[int, int, int], num_classes: int, device: str, *, per_pixel: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Rows for trying a model out: always the same, and nobody's pictures. Targets are classes, or masks of them."""
@@ -269,16 +269,16 @@ def made_up_rows(
     return inputs, torch.randint(num_classes, shape, generator=generator).to(device)
 
 
-def made_up_like(pictures: Pictures, device: str) -> tuple[Tensor, Tensor]:
+def synthetic_like(pictures: RunSplits, device: str) -> tuple[Tensor, Tensor]:
     """Made-up rows of the kind that a run trains on."""
     store = pictures.train
-    return made_up_rows(store.image_shape, store.num_classes, device, per_pixel=store.per_pixel)
+    return synthetic_rows(store.image_shape, store.num_classes, device, per_pixel=store.per_pixel)
 
 
-def preflight(model: nn.Module, config: RunConfig, pictures: Pictures, device: str) -> list[Finding]:
+def preflight(model: nn.Module, config: RunConfig, pictures: RunSplits, device: str) -> list[Finding]:
     """Try the model on made-up pictures: units must not mix, and every gradient must be right. Returns notes."""
-    inputs, targets = made_up_like(pictures, device)
-    with fitting_shape(pictures.train.image_shape):
+    inputs, targets = synthetic_like(pictures, device)
+    with shape_errors(pictures.train.image_shape):
         findings = require_private_ready(model, loss_of(config, pictures), inputs, targets)
     frozen = [finding for finding in findings if finding.problem.startswith(FROZEN)]
     if len(frozen) <= MOST_FROZEN:
@@ -291,13 +291,13 @@ def preflight(model: nn.Module, config: RunConfig, pictures: Pictures, device: s
 
 def inspect_model(model: nn.Module, *, image_shape: tuple[int, int, int], num_classes: int) -> list[Finding]:
     """What stands in the way of training ``model`` privately, and what is worth knowing."""
-    inputs, targets = made_up_rows(image_shape, num_classes, "cpu")
-    with fitting_shape(image_shape):
+    inputs, targets = synthetic_rows(image_shape, num_classes, "cpu")
+    with shape_errors(image_shape):
         return find_problems(model, classification_loss, inputs, targets)
 
 
 @contextmanager
-def fitting_shape(image_shape: tuple[int, int, int]) -> Iterator[None]:
+def shape_errors(image_shape: tuple[int, int, int]) -> Iterator[None]:
     """Word torch's complaint about shapes as ours: the model was tried on pictures that it can't take."""
     try:
         yield
@@ -328,8 +328,8 @@ def example_file(session: Session) -> bytes | None:
     Guarantee: every pixel of it comes from the test set that the user named; of training there is only what the
     released weights say.
     """
-    test = session.pictures.test
-    if not may_show_pictures(session.config) or session.pictures.held_out or not test.per_pixel:
+    test = session.splits.test
+    if not may_show_pictures(session.config) or session.splits.held_out or not test.per_pixel:
         return None
     dice = torch.cat(
         [
@@ -406,7 +406,7 @@ class Diverged(DPVisionError):
 Outcome = Literal["finished", "budget_spent", "stopped"]
 
 
-def run_steps(session: Session, watcher: Watcher, stop: StopRequest) -> Outcome:
+def run_steps(session: Session, callback: RunCallback, stop: StopRequest) -> Outcome:
     """Take steps until the plan is done, the budget is spent or somebody asks to stop."""
     due = evaluation_points(session)
     bound = spent_at_most(session, due)
@@ -415,12 +415,12 @@ def run_steps(session: Session, watcher: Watcher, stop: StopRequest) -> Outcome:
         try:
             take_step(session)
         except BudgetSpent as spent:
-            watcher.said(str(spent))
+            callback.message(str(spent))
             return "budget_spent"
         session.seconds += time.perf_counter() - started
-        watcher.stepped(done=session.step, epsilon_bound=bound)
+        callback.stepped(done=session.step, epsilon_bound=bound)
         if session.step in due:
-            evaluate_now(session, watcher)
+            evaluate_now(session, callback)
             bound = spent_at_most(session, due)
         if session.step % session.config.checkpoint_every == 0 or session.step == session.total_steps:
             session.save_checkpoint()
@@ -438,7 +438,7 @@ def keyed_randomness(session: Session) -> Iterator[None]:
 
 def take_step(session: Session) -> None:
     """One step. The ledger is on disk before the noisy gradient exists."""
-    session.enter_phase()
+    session.enter_stage()
     with keyed_randomness(session):
         _take_step(session)
     session.step += 1
@@ -450,7 +450,7 @@ def _take_step(session: Session) -> None:
     performance = session.config.performance
     if session.budget is None:
         mean = ordinary_gradient(
-            session.phase.network,
+            session.stage.network,
             session.loss,
             batch,
             divisor=session.config.plan.expected_batch_size,
@@ -460,7 +460,7 @@ def _take_step(session: Session) -> None:
     else:
         mechanism = session.config.mechanism
         clipped = clipped_sum_of_batch(
-            session.phase.network,
+            session.stage.network,
             session.loss,
             batch,
             clip_norm=mechanism.clip_norm,
@@ -492,31 +492,31 @@ def measure(session: Session, *, averaged: bool = True) -> Metrics | MaskMetrics
     if session.config.task == "segmentation":
         return evaluate_masks(
             session.model,
-            session.pictures.test,
+            session.splits.test,
             session.normalisation,
             loss=session.loss,
             parameters=parameters,
             device=session.device,
-            name_patients=may_show_pictures(session.config) and not session.pictures.held_out,
+            name_patients=may_show_pictures(session.config) and not session.splits.held_out,
         )
-    if session.phase.front is not None and session.features is not None:
+    if session.stage.backbone is not None and session.features is not None:
         return evaluate_features(
-            session.phase.network,
+            session.stage.network,
             session.features.test.values_NWF[:, 0],
-            session.pictures.test,
+            session.splits.test,
             parameters=parameters,
             device=session.device,
         )
     return evaluate(
         session.model,
-        session.pictures.test,
+        session.splits.test,
         session.normalisation,
         parameters=parameters,
         device=session.device,
     )
 
 
-def evaluate_now(session: Session, watcher: Watcher) -> None:
+def evaluate_now(session: Session, callback: RunCallback) -> None:
     """Add a point to the curve, on the public test split."""
     metrics = measure(session)
     spent = None if session.meter is None else session.meter.spent(session.step + session.recharged_steps).epsilon
@@ -526,7 +526,7 @@ def evaluate_now(session: Session, watcher: Watcher) -> None:
     session.curve.append(point)
     session.final = metrics
     session.optimizer.report_public_metric(metrics.loss)
-    watcher.evaluated(point)
+    callback.evaluated(point)
 
 
 def require_finite(session: Session) -> None:

@@ -96,8 +96,8 @@ def public_description(session: Session) -> dict[str, Any]:
     """What may be said of the data: declared facts, and nothing that was counted in it."""
     return {
         "source": session.config.data.name,
-        "class_names": list(session.pictures.train.class_names),
-        "image_shape": list(session.pictures.train.image_shape),
+        "class_names": list(session.splits.train.class_names),
+        "image_shape": list(session.splits.train.image_shape),
         "num_units": session.config.plan.num_units,
     }
 
@@ -126,7 +126,7 @@ def metrics_of(session: Session) -> dict[str, Any]:
         "curve": session.curve,
         "final": {
             **final_metrics,
-            "evaluated_on": f"{session.pictures.test.name}, declared public",
+            "evaluated_on": f"{session.splits.test.name}, declared public",
             "weights": "averaged" if averaged else "raw",
             **raw,
         },
