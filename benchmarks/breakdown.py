@@ -22,11 +22,11 @@ import numpy as np
 from benchmarks.contender import CLIP_NORM
 from benchmarks.contenders_engine import Kernels, mechanism_of, optimizer_of, performance_of
 from benchmarks.workload import Workload
-from dpvision.data import ImageStore, PoissonDraws, ViewSettings, fixed_normalisation, store_of_arrays
+from dpvision.data import ImageBatches, ImageStore, ViewSettings, fixed_normalisation, store_of_arrays
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
 from dpvision.privacy.ledger import Ledger
-from dpvision.privacy.mechanism import Mechanism, OrdinaryPlan
-from dpvision.privacy.noise import privatize, steps_a_draw
+from dpvision.privacy.mechanism import Mechanism, OrdinarySampling
+from dpvision.privacy.noise import privatize, steps_per_draw
 from dpvision.privacy.randomness import Keys
 
 PARTS: Final = (
@@ -56,7 +56,7 @@ def breakdown(workload: Workload, *, kernels: Kernels, repeats: int) -> dict[str
     mechanism, keys, optimizer = mechanism_of(workload), Keys.from_os_entropy(), optimizer_of(model, private=True)
     performance = performance_of(workload, kernels)
     passes: list[dict[str, float]] = []
-    draw_steps = steps_a_draw(sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
+    draw_steps = steps_per_draw(sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
     timed = -(-repeats // draw_steps) * draw_steps
     with _ledger(mechanism) as ledger:
         for step in range(timed + 1):
@@ -151,9 +151,9 @@ def draw(workload: Workload, *, step: int) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _draws(expected_batch_size: int, views: ViewSettings) -> PoissonDraws:
-    return PoissonDraws(
-        mechanism=OrdinaryPlan(num_units=_PICTURES, expected_batch_size=expected_batch_size, steps=1),
+def _draws(expected_batch_size: int, views: ViewSettings) -> ImageBatches:
+    return ImageBatches(
+        mechanism=OrdinarySampling(num_units=_PICTURES, expected_batch_size=expected_batch_size, steps=1),
         store=_store(),
         normalisation=fixed_normalisation(3),
         keys=Keys.from_os_entropy(),

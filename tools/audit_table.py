@@ -25,7 +25,7 @@ from dpvision.audit.audited_runs import Subject, config_of_model, subject_of_con
 from dpvision.audit.canaries import CanaryAudit, audit_with_canaries
 from dpvision.audit.mechanism_check import check_mechanism
 from dpvision.config import ViewsConfig
-from dpvision.data.batches import PoissonBatch
+from dpvision.data.batches import ImageBatch
 from dpvision.privacy import values
 from dpvision.privacy.budget import Budget
 from dpvision.privacy.mechanism import Mechanism
@@ -98,14 +98,14 @@ def charges_lost() -> Iterator[None]:
 @contextmanager
 def views_one_by_one() -> Iterator[None]:
     """Every view of a picture is clipped by itself."""
-    real = PoissonBatch.microbatches
+    real = ImageBatch.microbatches
 
-    def apart(self: PoissonBatch, units: int) -> Iterator[Microbatch]:
+    def apart(self: ImageBatch, units: int) -> Iterator[Microbatch]:
         for piece in real(self, units):
             alone = piece.row_weights_UR.ne(0).to(piece.row_weights_UR.dtype).reshape(-1, 1)
             yield replace(piece, row_weights_UR=alone)
 
-    with mock.patch.object(PoissonBatch, "microbatches", apart):
+    with mock.patch.object(ImageBatch, "microbatches", apart):
         yield
 
 

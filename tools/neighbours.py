@@ -4,7 +4,7 @@ Usage: python -m tools.neighbours [--pairs 10000] [--seed 0]
 
 Each setting is a small random network (convolutions of all kinds, norms, weight standardisation, tied layers, layers
 without a rule, a segmentation network), a way of clipping, a number of rows and views a unit, kernels on or off, a
-micro-batch size, and weights and pictures that may be extreme. Units are drawn by ``PoissonDraws`` and summed by
+micro-batch size, and weights and pictures that may be extreme. Units are drawn by ``ImageBatches`` and summed by
 ``clipped_sum_of_batch``, as a training step does it, once without and once with one more unit. Prints the largest
 distance of two neighbouring sums in units of ``clip_norm``, and fails if it exceeds 1 + 1e-5, or if a unit that was not
 drawn moved anything at all.
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from dpvision import models
 from dpvision.config import Performance
-from dpvision.data import ImageStore, Normalisation, PoissonDraws, ViewSettings
+from dpvision.data import ImageBatches, ImageStore, Normalisation, ViewSettings
 from dpvision.gradients.clipped_sum import clipped_sum_of_batch
 from dpvision.gradients.plan import plan_for
 from dpvision.models.layers import ScalarGain, WSConv2d
@@ -246,7 +246,7 @@ def sum_of(setting: Setting, store: ImageStore, keys: Keys, step: int) -> tuple[
         steps=1000,
         clipping=setting.clipping,
     )
-    draws = PoissonDraws(
+    draws = ImageBatches(
         mechanism=mechanism,
         store=store,
         normalisation=setting.normalisation,

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar, final
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dpvision.errors import ArgumentError, brief
-from dpvision.privacy.mechanism import Adjacency, Clipping, Mechanism, OrdinaryPlan
+from dpvision.privacy.mechanism import Adjacency, Clipping, Mechanism, OrdinarySampling
 
 Task = Literal["classification", "segmentation"]
 LossName = Literal["cross_entropy", "dice", "dice_cross_entropy"]
@@ -464,12 +464,12 @@ class RunConfig(Settings):
         return Mechanism(**self.privacy.model_dump(include={*_MECHANISM_FIELDS, *_MECHANISM_CHOICES}))
 
     @property
-    def plan(self) -> Mechanism | OrdinaryPlan:
+    def plan(self) -> Mechanism | OrdinarySampling:
         """What is drawn and how often, with privacy or without."""
         if self.privacy.enabled:
             return self.mechanism
         self._require_resolved("num_units", "expected_batch_size", "steps")
-        return OrdinaryPlan(**self.privacy.model_dump(include={"num_units", "expected_batch_size", "steps"}))
+        return OrdinarySampling(**self.privacy.model_dump(include={"num_units", "expected_batch_size", "steps"}))
 
     def _require_resolved(self, *names: str) -> None:
         still_open = [name for name in names if getattr(self.privacy, name) is None]

@@ -18,7 +18,7 @@ from scipy.stats import binomtest, chisquare
 from torch import Tensor, nn
 
 from dpvision.config import Performance
-from dpvision.data import ImageStore, Normalisation, PoissonDraws, ViewSettings, erase_views, make_views
+from dpvision.data import ImageBatches, ImageStore, Normalisation, ViewSettings, erase_views, make_views
 from dpvision.data.augmentation import Padding, pad, rotate
 from dpvision.data.store import store_of_arrays
 from dpvision.errors import ArgumentError
@@ -38,7 +38,7 @@ Words = NDArray[np.uint64]
 
 
 def words_for(pictures: int, views: int, *, step: int = 0) -> Words:
-    return KEYS.bits_of(np.arange(pictures), views * 5, "augmentation", step).reshape(pictures, views, 5)
+    return KEYS.bits_by_unit(np.arange(pictures), views * 5, "augmentation", step).reshape(pictures, views, 5)
 
 
 def random_pictures(*shape: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -245,7 +245,7 @@ def store_of(rows_of_unit: list[int], *, seed: int = 0) -> ImageStore:
 draws_of = partial(draws_at_rate, keys=KEYS, normalisation=NORMALISATION)
 
 
-def inputs_by_unit(draws: PoissonDraws, step: int, *, units: int = 4) -> dict[int, Tensor]:
+def inputs_by_unit(draws: ImageBatches, step: int, *, units: int = 4) -> dict[int, Tensor]:
     """What each drawn unit gives to the model."""
     pieces = list(draws.batch(step).microbatches(units))
     by_unit = [unit for p in pieces for unit in p.inputs.unflatten(0, (units, -1))] if pieces else []
@@ -351,7 +351,7 @@ def test_channels_last_views_have_the_same_values() -> None:
     store = store_of_arrays(images=images, labels=np.zeros(20), class_names=["a", "b"], name="made")
     mechanism = Mechanism(num_units=20, expected_batch_size=20, clip_norm=1.0, noise_multiplier=1.0, steps=10)
     for layout in (torch.contiguous_format, torch.channels_last):
-        draws = PoissonDraws(
+        draws = ImageBatches(
             mechanism=mechanism,
             store=store,
             normalisation=NORMALISATION,

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import binom, binomtest
 
-from dpvision.data import ImageStore, Normalisation, PoissonDraws, fixed_normalisation, mismatch_note, store_of_arrays
+from dpvision.data import ImageBatches, ImageStore, Normalisation, fixed_normalisation, mismatch_note, store_of_arrays
 from dpvision.data.batches import choose_without_replacement, joins
 from dpvision.errors import ArgumentError
 from dpvision.privacy.mechanism import Mechanism
@@ -42,8 +42,8 @@ def make_mechanism(num_units: int, expected_batch_size: float) -> Mechanism:
     )
 
 
-def make_draws(store: ImageStore, mechanism: Mechanism, *, rows_per_unit: int = 1, keys: Keys = KEYS) -> PoissonDraws:
-    return PoissonDraws(
+def make_draws(store: ImageStore, mechanism: Mechanism, *, rows_per_unit: int = 1, keys: Keys = KEYS) -> ImageBatches:
+    return ImageBatches(
         mechanism=mechanism,
         store=store,
         normalisation=Normalisation(mean=(0.0,), std=(1 / 255,), source="fixed"),
@@ -52,7 +52,7 @@ def make_draws(store: ImageStore, mechanism: Mechanism, *, rows_per_unit: int = 
     )
 
 
-def rows_drawn(draws: PoissonDraws, step: int, *, units: int = 4) -> list[list[int]]:
+def rows_drawn(draws: ImageBatches, step: int, *, units: int = 4) -> list[list[int]]:
     """The rows of each drawn unit, read back from the pixels."""
     found = []
     for piece in draws.batch(step).microbatches(units):
@@ -90,7 +90,7 @@ def poisson_p_value(inclusion: Inclusion, q: float) -> float:
     return min(1.0, len(p_values) * min(float(p) for p in p_values))
 
 
-def inclusion_of(draws: PoissonDraws, steps: int, units: int) -> Inclusion:
+def inclusion_of(draws: ImageBatches, steps: int, units: int) -> Inclusion:
     inclusion = np.zeros((steps, units), dtype=np.bool_)
     for step in range(steps):
         inclusion[step, draws.units(step)] = True
@@ -288,7 +288,7 @@ def test_micro_batches_have_a_fixed_shape_and_hold_the_same_draw(units: int) -> 
 
 def test_padding_holds_zeros_and_no_ones_picture() -> None:
     store = make_store([1, 1, 1])
-    draws = PoissonDraws(
+    draws = ImageBatches(
         mechanism=make_mechanism(3, 3),
         store=store,
         normalisation=fixed_normalisation(1),
@@ -306,7 +306,7 @@ def test_padding_holds_zeros_and_no_ones_picture() -> None:
 def test_inputs_are_normalised_and_targets_are_the_labels_of_the_rows() -> None:
     store = make_store([1] * 30)
     normalisation = Normalisation(mean=(0.3,), std=(0.2,), source="fixed")
-    draws = PoissonDraws(mechanism=make_mechanism(30, 15), store=store, normalisation=normalisation, keys=KEYS)
+    draws = ImageBatches(mechanism=make_mechanism(30, 15), store=store, normalisation=normalisation, keys=KEYS)
     units = torch.from_numpy(draws.units(4))
     (piece,) = draws.batch(4).microbatches(30)
     expected = (store.images[units].float() / 255 - 0.3) / 0.2
@@ -321,7 +321,7 @@ def test_channels_last_changes_the_layout_and_not_the_values() -> None:
     store = store_of_arrays(images=images, labels=np.zeros(20), class_names=["a", "b"], name="made")
     pieces = [
         next(
-            PoissonDraws(
+            ImageBatches(
                 mechanism=make_mechanism(20, 20),
                 store=store,
                 normalisation=fixed_normalisation(3),
@@ -339,7 +339,7 @@ def test_channels_last_changes_the_layout_and_not_the_values() -> None:
 
 def test_a_batch_shows_nothing_of_itself_in_print() -> None:
     batch = make_draws(make_store([1] * 9), make_mechanism(9, 9)).batch(0)
-    assert repr(batch) == "PoissonBatch(Sampling(method='poisson', sample_rate=1.0), sensitive)"
+    assert repr(batch) == "ImageBatch(Sampling(method='poisson', sample_rate=1.0), sensitive)"
 
 
 def test_impossible_sizes_are_refused() -> None:

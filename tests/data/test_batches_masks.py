@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpvision.data import ImageStore, Normalisation, PoissonDraws, ViewSettings, store_of_arrays
+from dpvision.data import ImageBatches, ImageStore, Normalisation, ViewSettings, store_of_arrays
 from dpvision.data.augmentation import Padding, make_views, rotate
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import Microbatch
@@ -48,7 +48,7 @@ def store_of(rows_of_patient: list[int], *, seed: int = 0) -> ImageStore:
 draws_of = partial(draws_at_rate, keys=KEYS, normalisation=Normalisation(mean=(0.0,), std=(1.0,), source="fixed"))
 
 
-def drawn(draws: PoissonDraws, step: int = 0, *, units: int = 8) -> list[Microbatch]:
+def drawn(draws: ImageBatches, step: int = 0, *, units: int = 8) -> list[Microbatch]:
     return list(draws.batch(step).microbatches(units))
 
 
@@ -120,7 +120,7 @@ def test_a_patient_gives_few_slices_whose_weights_sum_to_one(slices: int, rows_p
     torch.testing.assert_close(piece.row_weights_UR.sum(1), torch.tensor([1.0, 1.0, 1.0, 0.0]))
 
 
-def by_patient(draws: PoissonDraws, step: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def by_patient(draws: ImageBatches, step: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     units = draws.units(step)
     pieces = drawn(draws, step, units=3)
     inputs, targets = (

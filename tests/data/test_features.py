@@ -20,7 +20,7 @@ from dpvision.config import Performance, RunConfig
 from dpvision.data import (
     FeatureDraws,
     Features,
-    PoissonDraws,
+    ImageBatches,
     extract,
     fixed_normalisation,
     kept_features,
@@ -34,7 +34,7 @@ from dpvision.kernels import scatter as kernel
 from dpvision.models import Scattering, split
 from dpvision.models.losses import classification_loss
 from dpvision.privacy.ledger import charges_of, read_ledger
-from dpvision.privacy.mechanism import OrdinaryPlan
+from dpvision.privacy.mechanism import OrdinarySampling
 from dpvision.privacy.randomness import Keys
 from dpvision.release.verify import verify
 from dpvision.training import resume_training, train
@@ -193,13 +193,13 @@ def test_no_private_picture_decides_which_layers_make_the_features(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compared: list[Tensor] = []
-    true = features_module.quick_forward
+    true = features_module.fused_forward
 
     def seen(model: nn.Module, rows: Tensor) -> Any:
         compared.append(rows)
         return true(model, rows)
 
-    monkeypatch.setattr(features_module, "quick_forward", seen)
+    monkeypatch.setattr(features_module, "fused_forward", seen)
     others = tmp_path / "others.npz"
     (images, labels), (test_images, test_labels) = synthetic_images(60, seed=77), synthetic_images(30, seed=78)
     np.savez(others, x_train=images, y_train=labels, x_test=test_images, y_test=test_labels)
@@ -218,11 +218,11 @@ def test_half_precision_keeps_features_finite() -> None:
     assert torch.isfinite(features.values_NWF).all()
 
 
-def draws_of(images: np.ndarray, labels: np.ndarray, *, owners: Any = None, rows_per_unit: int = 1) -> PoissonDraws:
+def draws_of(images: np.ndarray, labels: np.ndarray, *, owners: Any = None, rows_per_unit: int = 1) -> ImageBatches:
     names = [str(label) for label in range(CLASSES)]
     store = store_of_arrays(images=images, labels=labels, class_names=names, name="made up", unit_names=owners)
-    return PoissonDraws(
-        mechanism=OrdinaryPlan(num_units=20, expected_batch_size=12.0, steps=5),
+    return ImageBatches(
+        mechanism=OrdinarySampling(num_units=20, expected_batch_size=12.0, steps=5),
         store=store,
         normalisation=NORMALISATION,
         keys=Keys.from_seed(1),
@@ -313,7 +313,7 @@ def steps_taken(tmp_path: Path, config: RunConfig, keys: Keys) -> dict[str, Tens
     for name, value in session.model.named_parameters():
         generator = torch.Generator().manual_seed(len(name))
         value.data.copy_(torch.randn(value.shape, generator=generator) * 0.1)
-    session.optimizer._watch.accept(dict(session.model.named_parameters()))
+    session.optimizer._guard.accept(dict(session.model.named_parameters()))
     for _ in range(6):
         take_step(session)
     session.folder.close()
@@ -479,7 +479,7 @@ def session_draws(tmp_path: Path, config: RunConfig) -> type:
 
 def test_random_views_are_made_of_pictures(tmp_path: Path, pictures: Path) -> None:
     plain, both, cropped = {}, {"count": 2, "flip": 0.5}, {"count": 2, "flip": 0.5, "crop_padding": 1}
-    for number, (views, kind) in enumerate([(plain, FeatureDraws), (both, FeatureDraws), (cropped, PoissonDraws)]):
+    for number, (views, kind) in enumerate([(plain, FeatureDraws), (both, FeatureDraws), (cropped, ImageBatches)]):
         values = scatter_config(pictures).model_dump()
         config = RunConfig.model_validate({**values, "views": views})
         assert session_draws(tmp_path / str(number), config) is kind

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from dpvision.config import Performance
 from dpvision.gradients import clipped_sum, plan
-from dpvision.gradients.clipped_sum import Rows, Totals, clipped_sum_of_batch, unclipped_sum_of_batch
-from dpvision.gradients.layer_gradient import Kept, Share
-from dpvision.gradients.plan import search
+from dpvision.gradients.clipped_sum import Accumulator, Rows, clipped_sum_of_batch, unclipped_sum_of_batch
+from dpvision.gradients.layer_gradient import LayerGradient, MaterialisedGradient
+from dpvision.gradients.plan import find_plan
 from dpvision.gradients.rules import weight_standardisation
 from dpvision.gradients.rules.weight_standardisation import Standardisation
-from dpvision.gradients.separability import mixing_place
-from dpvision.gradients.synthetic_batch import probe_like
+from dpvision.gradients.separability import find_mixing
+from dpvision.gradients.synthetic_batch import synthetic_batch
 from dpvision.kernels import available, memory, skinny
 from grads_support import cross_entropy
 
@@ -78,20 +78,20 @@ def rows(units: int) -> Rows:
 
 def test_looking_for_mixing_holds_one_pass_and_no_copies_of_what_went_through_it() -> None:
     census = Census()
-    probe = probe_like(next(rows(2).microbatches(2)), units=2)
-    assert mixing_place(Counted(census), cross_entropy, probe) is None
+    synthetic = synthetic_batch(next(rows(2).microbatches(2)), units=2)
+    assert find_mixing(Counted(census), cross_entropy, synthetic) is None
     assert census.counts
-    # The probe, the changed probe and the last output, of two units each. Copies would be two more for each layer.
+    # The batch, the changed batch and the last output, of two units each. Copies would be two more for each layer.
     assert max(census.counts) <= 2 * 4
 
 
 def test_the_search_for_a_plan_holds_the_activations_of_one_pass_at_a_time() -> None:
     census = Census()
-    probe = probe_like(next(rows(2).microbatches(2)), units=2)
-    found = search(Counted(census), cross_entropy, probe, evaluate=False, channels_last=False)
+    synthetic = synthetic_batch(next(rows(2).microbatches(2)), units=2)
+    found = find_plan(Counted(census), cross_entropy, synthetic, evaluate=False, channels_last=False)
     assert found.proved
     assert not found.wrong
-    # The largest pass is of three units, each layer's input held for its gradient, beside the probe itself.
+    # The largest pass is of three units, each layer's input held for its gradient, beside the synthetic itself.
     assert max(census.counts) <= 3 * (LAYERS + 1) + 2 * 2
 
 
@@ -107,7 +107,7 @@ def test_a_micro_batch_is_gone_before_the_next_one_is_run(clipped: bool) -> None
     assert max(census.counts) == census.counts[0]
 
 
-class Watched(Share):
+class Watched(LayerGradient):
     """A share that sees, whenever one is worked on, how many are alive."""
 
     def __init__(self, everyone: weakref.WeakSet[Watched], alive: list[int]) -> None:
@@ -118,7 +118,7 @@ class Watched(Share):
         self._alive.append(len(self._everyone))
         return torch.ones(2, dtype=torch.float64)
 
-    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+    def weighted_sum(self, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
         self._alive.append(len(self._everyone))
         return torch.ones(3)
 
@@ -129,8 +129,10 @@ class Watched(Share):
 def test_what_a_share_holds_is_gone_before_the_next_one_is_added() -> None:
     everyone, alive = weakref.WeakSet[Watched](), list[int]()
     parameters = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
-    shares: dict[nn.Parameter, Share] = {parameter: Watched(everyone, alive) for parameter in parameters}
-    Totals().add(shares, dict.fromkeys(parameters, torch.ones(2, dtype=torch.float64)), None)
+    layer_gradients: dict[nn.Parameter, LayerGradient] = {
+        parameter: Watched(everyone, alive) for parameter in parameters
+    }
+    Accumulator().add(layer_gradients, dict.fromkeys(parameters, torch.ones(2, dtype=torch.float64)), None)
     assert alive == [4, 3, 2, 1]
 
 
@@ -139,15 +141,17 @@ def test_what_a_share_made_of_itself_is_gone_before_the_next_one_is_compared_for
 ) -> None:
     everyone, alive = weakref.WeakSet[Watched](), list[int]()
     model = nn.ParameterList([torch.zeros(3) for _ in range(4)])
-    shares: dict[nn.Parameter, Share] = {parameter: Watched(everyone, alive) for parameter in model.parameters()}
+    layer_gradients: dict[nn.Parameter, LayerGradient] = {
+        parameter: Watched(everyone, alive) for parameter in model.parameters()
+    }
 
     def alone(*_: object) -> dict[str, Tensor]:
         return {name: torch.zeros_like(value) for name, value in model.named_parameters()}
 
     monkeypatch.setattr(plan, "_gradients_alone", alone)
-    probe = next(rows(2).microbatches(2))
-    empty = plan.Plan(plan.Exceptions(), {}, 0, channels_last=False)
-    plan._compared(model, cross_entropy, probe, empty, plan.UnitGradients(shares, 0))
+    synthetic = next(rows(2).microbatches(2))
+    empty = plan.Plan(plan.OwnershipOverrides(), {}, 0, channels_last=False)
+    plan._compared(model, cross_entropy, synthetic, empty, plan.UnitGradients(layer_gradients, 0))
     assert alive == [4] * 8 + [4, 3, 2, 1]  # all norms, then sums for one unit and for the other
 
 
@@ -168,17 +172,20 @@ def test_rules_and_sums_call_their_kernels_directly(monkeypatch: pytest.MonkeyPa
 
 def test_a_total_leaves_when_it_is_asked_for() -> None:
     layer = nn.Linear(3, 2)
-    totals = Totals()
-    shares: dict[nn.Parameter, Share] = {layer.weight: Kept(torch.randn(4, 2, 3)), layer.bias: Kept(torch.randn(4, 2))}
+    totals = Accumulator()
+    layer_gradients: dict[nn.Parameter, LayerGradient] = {
+        layer.weight: MaterialisedGradient(torch.randn(4, 2, 3)),
+        layer.bias: MaterialisedGradient(torch.randn(4, 2)),
+    }
     ones = torch.ones(4, dtype=torch.float64)
-    totals.add(shares, {layer.weight: ones, layer.bias: ones}, None)
+    totals.add(layer_gradients, {layer.weight: ones, layer.bias: ones}, None)
     first = totals.gradients(dict(layer.named_parameters()))
     assert all(bool(value.any()) for value in first.values())
     assert not any(bool(value.any()) for value in totals.gradients(dict(layer.named_parameters())).values())
 
 
 def test_a_pull_back_in_pieces_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = Standardisation.of(torch.randn(7, 3, 2, 2), torch.rand(7) + 0.5, 1e-4)
+    facts = Standardisation.from_layer(torch.randn(7, 3, 2, 2), torch.rand(7) + 0.5, 1e-4)
     e_OD = torch.randn(7, 12, dtype=torch.float64)
     whole = facts.pull_back(e_OD)
     for numbers in (1, 25, 10**6):  # a filter at a time, two at a time, all at once
@@ -201,12 +208,12 @@ def test_a_large_model_gives_memory_back_and_the_same_sum(monkeypatch: pytest.Mo
 
 def test_a_model_without_finite_gradients_is_thought_as_large_as_with_them() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 5, padding=2), nn.Tanh(), nn.Flatten(), nn.Linear(8 * 64, 2))
-    probe = probe_like(next(Rows(torch.randn(2, 3, 8, 8), torch.arange(2), 1).microbatches(2)), units=2)
+    synthetic = synthetic_batch(next(Rows(torch.randn(2, 3, 8, 8), torch.arange(2), 1).microbatches(2)), units=2)
 
     def endless(outputs: Tensor, targets: Tensor) -> Tensor:
         return cross_entropy(outputs, targets) + (outputs.sum(1) * 0).sqrt()  # zero, of infinite slope
 
-    found = [search(model, loss, probe, evaluate=False) for loss in (cross_entropy, endless)]
+    found = [find_plan(model, loss, synthetic, evaluate=False) for loss in (cross_entropy, endless)]
     assert [one.proved for one in found] == [True, False]
     assert found[0].plan.bytes_per_unit == found[1].plan.bytes_per_unit
 
@@ -224,13 +231,13 @@ def test_only_new_sums_give_memory_back(monkeypatch: pytest.MonkeyPatch) -> None
     given: list[bool] = []
     monkeypatch.setattr(memory, "give_back_freed_memory", lambda: given.append(True))
     monkeypatch.setattr(memory, "_WORTH_GIVING_BACK", 1)
-    layer, totals, ones = nn.Linear(3, 2), Totals(), torch.ones(4, dtype=torch.float64)
+    layer, totals, ones = nn.Linear(3, 2), Accumulator(), torch.ones(4, dtype=torch.float64)
     for expected in (2, 2, 2):  # once for each parameter, in the first micro-batch alone
-        shares: dict[nn.Parameter, Share] = {
-            layer.weight: Kept(torch.randn(4, 2, 3)),
-            layer.bias: Kept(torch.randn(4, 2)),
+        layer_gradients: dict[nn.Parameter, LayerGradient] = {
+            layer.weight: MaterialisedGradient(torch.randn(4, 2, 3)),
+            layer.bias: MaterialisedGradient(torch.randn(4, 2)),
         }
-        totals.add(shares, {layer.weight: ones, layer.bias: ones}, None)
+        totals.add(layer_gradients, {layer.weight: ones, layer.bias: ones}, None)
         assert len(given) == expected
 
 
@@ -240,7 +247,7 @@ def test_only_new_sums_give_memory_back(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_few_units_of_a_large_model_may_take_as_much_as_its_sums(held_bytes: int, units: int) -> None:
     like = next(rows(1).microbatches(1))
     network = nn.Linear(1 << 10, 1 << 7)  # its sums take a MiB, which is nothing beside what a micro-batch may take
-    found = plan.Plan(plan.Exceptions(), {}, held_bytes, channels_last=False)
+    found = plan.Plan(plan.OwnershipOverrides(), {}, held_bytes, channels_last=False)
     performance = Performance(memory_mib=64 if held_bytes == 1 << 20 else 256)
     assert clipped_sum._microbatch_size(found, network, like, performance) == units
     with torch.device("meta"):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpvision import kernels
 from dpvision.gradients import inference_forward
-from dpvision.gradients.inference_forward import quick_forward
+from dpvision.gradients.inference_forward import fused_forward
 from dpvision.models import create
 
 needs_native = pytest.mark.skipif(not kernels.available(), reason="no native kernels here")
@@ -28,14 +28,14 @@ def network(name: str = "resnet9") -> nn.Module:
 @pytest.mark.parametrize("name", _NETWORKS)
 def test_the_outputs_are_the_models(name: str) -> None:
     model, rows = network(name), rows_of(5)
-    with quick_forward(model, rows[:2]) as quick, torch.no_grad():
+    with fused_forward(model, rows[:2]) as quick, torch.no_grad():
         torch.testing.assert_close(quick(rows), model(rows), rtol=1e-4, atol=1e-4)
 
 
 @needs_native
 def test_fast_layers_are_used_where_they_agree() -> None:
     model = network()
-    with quick_forward(model, rows_of(2)) as quick:
+    with fused_forward(model, rows_of(2)) as quick:
         assert quick is not model
 
 
@@ -49,7 +49,7 @@ def test_layers_that_compute_something_else_are_not_used(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(inference_forward, "fast_twin", wrong)
     model = network()
-    with quick_forward(model, rows_of(2)) as quick:
+    with fused_forward(model, rows_of(2)) as quick:
         assert quick is model
 
 
@@ -66,7 +66,7 @@ class Viewing(nn.Module):
 
 def test_a_model_that_needs_the_other_layout_gets_it() -> None:
     model, rows = Viewing().eval(), rows_of(3)
-    with quick_forward(model, rows) as quick, torch.no_grad():
+    with fused_forward(model, rows) as quick, torch.no_grad():
         assert quick is model
         torch.testing.assert_close(quick(rows), model(rows))
 
@@ -75,14 +75,14 @@ def test_a_model_that_gives_no_numbers_is_left_alone() -> None:
     model = network()
     with torch.no_grad():
         next(model.parameters()).fill_(float("nan"))
-    with quick_forward(model, rows_of(2)) as quick:
+    with fused_forward(model, rows_of(2)) as quick:
         assert quick is model
 
 
 def test_new_weights_are_seen_by_the_next_block() -> None:
     model, rows = network(), rows_of(3)
     for _ in range(2):
-        with quick_forward(model, rows) as quick, torch.no_grad():
+        with fused_forward(model, rows) as quick, torch.no_grad():
             torch.testing.assert_close(quick(rows), model(rows), rtol=1e-4, atol=1e-4)
         with torch.no_grad():
             for parameter in model.parameters():

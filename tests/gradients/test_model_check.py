@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.gradients import reference
 from dpvision.gradients.clipped_sum import clipped_sum
-from dpvision.gradients.model_check import preflight, require_private_ready
+from dpvision.gradients.model_check import check_model, require_private_ready
 from grads_support import cross_entropy, relative_error
 
 
@@ -101,7 +101,7 @@ def test_a_module_that_mixes_units_is_refused_by_name(name: str, rows_per_unit: 
     model = around(layer)
     culprit = [module for module in layer.modules() if not list(module.children())][-1]
     label = next(f"{path} ({type(part).__name__})" for path, part in model.named_modules() if part is culprit)
-    findings = preflight(model, cross_entropy, *rows(8), rows_per_unit=rows_per_unit)
+    findings = check_model(model, cross_entropy, *rows(8), rows_per_unit=rows_per_unit)
     assert any(f.fatal and f.module == label and "mixes units" in f.problem for f in findings)
     with pytest.raises(PrivacyError) as refusal:
         require_private_ready(model, cross_entropy, *rows(8), rows_per_unit=rows_per_unit)
@@ -112,12 +112,12 @@ def test_a_module_that_mixes_units_is_refused_by_name(name: str, rows_per_unit: 
 
 def test_mixing_inside_one_unit_is_allowed() -> None:
     model = around(GhostStatistics())
-    assert not [f for f in preflight(model, cross_entropy, *rows(8), rows_per_unit=2) if f.fatal]
+    assert not [f for f in check_model(model, cross_entropy, *rows(8), rows_per_unit=2) if f.fatal]
 
 
 def test_mixing_that_a_zero_gain_still_hides_is_refused() -> None:
     model = around(HiddenBehindZero())
-    (finding,) = preflight(model, cross_entropy, *rows())
+    (finding,) = check_model(model, cross_entropy, *rows())
     assert finding.fatal
     assert finding.module == "1 (HiddenBehindZero)"
     with pytest.raises(PrivacyError, match=r"1 \(HiddenBehindZero\) mixes units"):
@@ -127,7 +127,7 @@ def test_mixing_that_a_zero_gain_still_hides_is_refused() -> None:
 @pytest.mark.parametrize("assign", [False, True], ids=["in place", "assigned"])
 def test_a_buffer_that_a_step_moves_is_named(assign: bool) -> None:
     model = around(Counting(assign))
-    (finding,) = preflight(model, cross_entropy, *rows())
+    (finding,) = check_model(model, cross_entropy, *rows())
     assert finding.fatal
     assert finding.module == "1 (Counting)"
     assert "mean" in finding.problem
@@ -165,7 +165,7 @@ def test_all_batch_norms_and_all_moving_buffers_are_named_at_once() -> None:
 
 
 def test_batch_norm_in_evaluation_mode_is_allowed() -> None:
-    assert not [f for f in preflight(around(nn.BatchNorm1d(4).eval()), cross_entropy, *rows()) if f.fatal]
+    assert not [f for f in check_model(around(nn.BatchNorm1d(4).eval()), cross_entropy, *rows()) if f.fatal]
 
 
 def dice_over_the_batch(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def dice_over_the_batch(outputs: Tensor, targets: Tensor) -> Tensor:
 )
 def test_a_loss_that_does_not_split_into_units_is_refused(loss_fn: Callable[[Tensor, Tensor], Tensor]) -> None:
     model = around(nn.Identity())
-    (finding,) = preflight(model, loss_fn, *rows())
+    (finding,) = check_model(model, loss_fn, *rows())
     assert finding.fatal
     assert finding.module == "loss_fn"
     with pytest.raises((PrivacyError, ArgumentError), match="loss_fn"):
@@ -218,7 +218,7 @@ class Sneaky(nn.Module):
 def test_where_only_the_way_back_mixes_units_the_gradients_are_still_those_of_single_units() -> None:
     model = around(Sneaky()).double()
     inputs, targets = rows()
-    assert not preflight(model, cross_entropy, inputs.double(), targets)
+    assert not check_model(model, cross_entropy, inputs.double(), targets)
     found = clipped_sum(model, cross_entropy, inputs.double(), targets, clip_norm=0.1).gradients
     true = reference.clipped_sum_by_loop(model, cross_entropy, inputs.double(), targets, clip_norm=0.1).gradients
     assert relative_error(found, true) < 1e-10
@@ -244,11 +244,11 @@ class DropsInside(nn.Module):
 
 
 def test_dropout_is_allowed_outside_and_refused_inside_a_module_without_a_rule() -> None:
-    assert not [f for f in preflight(around(nn.Dropout(0.5)), cross_entropy, *rows()) if f.fatal]
-    (finding,) = preflight(around(DropsInside()), cross_entropy, *rows())
+    assert not [f for f in check_model(around(nn.Dropout(0.5)), cross_entropy, *rows()) if f.fatal]
+    (finding,) = check_model(around(DropsInside()), cross_entropy, *rows())
     assert finding.fatal
     assert "1 (DropsInside) draws random numbers" in finding.problem
-    assert not preflight(around(DropsInside()).eval(), cross_entropy, *rows())
+    assert not check_model(around(DropsInside()).eval(), cross_entropy, *rows())
     with pytest.raises(PrivacyError, match=r"1 \(DropsInside\) draws random numbers"):
         clipped_sum(around(DropsInside()), cross_entropy, *rows(), clip_norm=1.0)
 
@@ -257,7 +257,7 @@ def test_an_embedding_that_rewrites_its_weight_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(4, 3, max_norm=0.1), nn.Flatten(), nn.Linear(6, 5))
     before = model[0].weight.detach().clone()
     inputs = torch.tensor([[0, 1], [2, 3], [1, 1]])
-    findings = preflight(model, cross_entropy, inputs, torch.tensor([0, 1, 2]))
+    findings = check_model(model, cross_entropy, inputs, torch.tensor([0, 1, 2]))
     assert any(f.fatal and f.module == "0 (Embedding)" and "weight" in f.problem for f in findings)
     assert torch.equal(before, model[0].weight)
 
@@ -282,33 +282,33 @@ def test_outputs_that_are_not_finite_are_reported() -> None:
     model = around(nn.Identity())
     with torch.no_grad():
         model[0].weight.fill_(float("nan"))
-    (finding,) = preflight(model, cross_entropy, *rows())
+    (finding,) = check_model(model, cross_entropy, *rows())
     assert finding.fatal
     assert "not finite" in finding.problem
 
 
 def test_rows_that_the_model_can_not_take_are_reported_not_thrown() -> None:
-    (finding,) = preflight(around(nn.Identity()), cross_entropy, torch.randn(4, 7), torch.zeros(4).long())
+    (finding,) = check_model(around(nn.Identity()), cross_entropy, torch.randn(4, 7), torch.zeros(4).long())
     assert finding.fatal
     assert "can't be run on these rows" in finding.problem
     with pytest.raises(ArgumentError, match="at least one unit"):
-        preflight(around(nn.Identity()), cross_entropy, *rows(0))
+        check_model(around(nn.Identity()), cross_entropy, *rows(0))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 64])
 def test_any_number_of_rows_will_do(count: int) -> None:
-    assert not preflight(around(nn.GroupNorm(2, 4)), cross_entropy, *rows(count))
-    assert preflight(around(CentredByHand()), cross_entropy, *rows(count))
+    assert not check_model(around(nn.GroupNorm(2, 4)), cross_entropy, *rows(count))
+    assert check_model(around(CentredByHand()), cross_entropy, *rows(count))
 
 
 def test_a_model_that_can_not_be_copied_is_checked_as_it_is() -> None:
     model = around(nn.Identity())
     model.leftover = model(rows()[0])  # a tensor with a graph can't be copied
-    assert not preflight(model, cross_entropy, *rows())
+    assert not check_model(model, cross_entropy, *rows())
 
 
 def test_findings_read_as_sentences() -> None:
-    (finding,) = [f for f in preflight(around(CentredByHand()), cross_entropy, *rows()) if f.fatal]
+    (finding,) = [f for f in check_model(around(CentredByHand()), cross_entropy, *rows()) if f.fatal]
     assert str(finding) == (
         "1 (CentredByHand): mixes units: one unit's output depends on another unit's input. "
         "Replace it by a module that treats each row by itself, such as GroupNorm for BatchNorm."

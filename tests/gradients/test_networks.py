@@ -10,7 +10,7 @@ from dpvision.config import Performance
 from dpvision.errors import PrivacyError
 from dpvision.gradients import reference
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
-from dpvision.gradients.ownership import duties_of
+from dpvision.gradients.ownership import parameter_owners
 from dpvision.gradients.plan import plan_for
 from dpvision.models import create
 from dpvision.models.layers import WSConv2d
@@ -22,8 +22,8 @@ from grads_networks import (
     TiedLayers,
     TwoNamesOneParameter,
     agrees,
-    exceptions_of,
     features,
+    overrides_of,
     pictures,
 )
 from grads_support import PaddedDraw, cross_entropy, relative_error, wavy_loss
@@ -49,8 +49,8 @@ def test_every_way_of_using_a_parameter_gives_the_gradients_of_single_units(name
         torch.manual_seed(3)
         model = make().double()
     assert agrees(model, rows(), rows_per_unit=rows_per_unit)
-    exceptions = exceptions_of(model, rows(), rows_per_unit)
-    assert bool(exceptions.moved or exceptions.looped) == (name in UNUSUAL)
+    overrides = overrides_of(model, rows(), rows_per_unit)
+    assert bool(overrides.moved or overrides.looped) == (name in UNUSUAL)
 
 
 def test_rows_are_not_mistaken_for_positions_when_their_numbers_are_equal() -> None:
@@ -121,10 +121,10 @@ def test_models_of_the_catalogue_need_no_exception(name: str) -> None:
     size = 28 if name == "shoefit_cnn" else 16
     rows = Microbatch(torch.zeros(1, 1 if size == 28 else 3, size, size), torch.zeros(1).long(), torch.ones(1, 1))
     plan = plan_for(model, cross_entropy, rows)
-    assert not plan.exceptions.moved
-    assert not plan.exceptions.looped
+    assert not plan.overrides.moved
+    assert not plan.overrides.looped
     assert plan.channels_last
-    assert all(duty.rule is not None for duty in duties_of(model, plan.exceptions))
+    assert all(owner.rule is not None for owner in parameter_owners(model, plan.overrides))
 
 
 def test_the_memory_format_does_not_change_the_result() -> None:

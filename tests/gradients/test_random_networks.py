@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpvision.models.layers import ScalarGain, WSConv2d
-from grads_networks import agrees, exceptions_of
+from grads_networks import agrees, overrides_of
 
 
 # Random networks: a list of blocks that keep (rows, 4, 6, 6) pictures as they are, and a head.
@@ -74,9 +74,9 @@ def _check_random_network(recipe: list[tuple[str, int]], rows_per_unit: int, uni
             parameter.requires_grad_(index != frozen)
         inputs = torch.randn(units * rows_per_unit, 4, 6, 6, dtype=torch.float64)
     assert agrees(model, inputs, rows_per_unit=rows_per_unit)
-    exceptions = exceptions_of(model, inputs, rows_per_unit)
-    assert not exceptions.moved
-    assert not exceptions.looped
+    overrides = overrides_of(model, inputs, rows_per_unit)
+    assert not overrides.moved
+    assert not overrides.looped
 
 
 _quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "derandomize": True}

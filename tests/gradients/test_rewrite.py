@@ -127,7 +127,7 @@ def sums(model: nn.Module, units: Rows, performance: Performance, clip_norm: flo
 
 
 def twin_of(model: nn.Module, units: Rows, performance: Performance = NATIVE) -> nn.Module | None:
-    return plan_for(model, wavy_loss, next(units.microbatches(1)), performance).twin
+    return plan_for(model, wavy_loss, next(units.microbatches(1)), performance).fused_copy
 
 
 @needs_kernels

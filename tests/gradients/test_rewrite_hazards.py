@@ -176,7 +176,7 @@ def test_whatever_changes_in_a_model_is_seen_by_the_next_step(change: Callable[[
         return clipped_sum_of_batch(model, wavy_loss, rows, clip_norm=0.5, performance=performance).gradients
 
     found(AUTO)
-    assert plan_for(model, wavy_loss, next(rows.microbatches(1)), AUTO).twin is not None
+    assert plan_for(model, wavy_loss, next(rows.microbatches(1)), AUTO).fused_copy is not None
     change(model)
     assert relative_error(found(AUTO), found(PLAIN)) <= 1e-4
 
@@ -221,9 +221,9 @@ def test_writing_in_place_into_what_others_read_means_no_twin(early: bool) -> No
 def test_kernels_switched_off_later_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.Flatten())
     one = Microbatch(torch.randn(1, 16, 6, 6), torch.zeros(1), torch.ones(1, 1))
-    assert plan_for(model, wavy_loss, one).twin is not None
+    assert plan_for(model, wavy_loss, one).fused_copy is not None
     with native.switched_off():
-        assert plan_for(model, wavy_loss, one).twin is None
+        assert plan_for(model, wavy_loss, one).fused_copy is None
 
 
 def test_an_overwritten_input_is_refused_by_name() -> None:

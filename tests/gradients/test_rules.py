@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from dpvision.gradients import reference
 from dpvision.gradients import reference as oracle
 from dpvision.gradients.clipped_sum import clipped_sum
-from dpvision.gradients.layer_gradient import Kept, Share, sum_of_squares
+from dpvision.gradients.layer_gradient import LayerGradient, MaterialisedGradient, sum_of_squares
 from dpvision.gradients.rules import LayerCall, convolution, register, rule_for
-from dpvision.gradients.rules.convolution import Correlated
+from dpvision.gradients.rules.convolution import ConvolutionGradient
 from dpvision.models.layers import ScalarGain, WSConv2d
 from grads_support import relative_error, wavy_loss
 
@@ -199,9 +199,9 @@ def test_a_formed_gradient_that_is_longer_than_its_norm_says_is_not_used(
     wrong_unit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The proof must look at what a step adds up, which norms may have formed."""
-    right = Correlated.formed
+    right = ConvolutionGradient.formed
 
-    def too_long(share: Correlated) -> Tensor:
+    def too_long(share: ConvolutionGradient) -> Tensor:
         is_new = share._formed_UOD is None
         formed_UOD = right(share)
         if is_new:
@@ -209,7 +209,7 @@ def test_a_formed_gradient_that_is_longer_than_its_norm_says_is_not_used(
             formed_UOD[wrong_unit % formed_UOD.shape[0]] *= 10
         return formed_UOD
 
-    monkeypatch.setattr(Correlated, "formed", too_long)
+    monkeypatch.setattr(ConvolutionGradient, "formed", too_long)
     model = nn.Sequential(nn.Conv2d(3, 8, 5, padding=2), nn.Tanh(), nn.Flatten(), nn.Linear(8 * 64, 2))
     inputs, targets = torch.randn(2, 3, 8, 8), torch.rand(2)
     found = clipped_sum(model, wavy_loss, inputs, targets, clip_norm=0.1)
@@ -227,10 +227,10 @@ def test_a_rule_that_is_wrong_for_one_unit_alone_is_not_used(wrong_unit: int) ->
         def forward(self, x: Tensor) -> Tensor:
             return x + self.shift
 
-    def shift(call: LayerCall) -> dict[str, Share]:
+    def shift(call: LayerCall) -> dict[str, LayerGradient]:
         gradient = call.dy.clone()
         gradient[wrong_unit] *= 2
-        return {"shift": Kept(gradient)}
+        return {"shift": MaterialisedGradient(gradient)}
 
     register(Shift, rule=shift, parameters=("shift",))
     model = nn.Sequential(Shift(), nn.Linear(5, 3))

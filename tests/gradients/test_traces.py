@@ -13,7 +13,7 @@ from dpvision.config import Performance
 from dpvision.errors import PrivacyError
 from dpvision.gradients import reference
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
-from dpvision.gradients.model_check import preflight
+from dpvision.gradients.model_check import check_model
 from dpvision.privacy.values import Microbatch
 from grads_support import PaddedDraw, assert_same_traces, cross_entropy, relative_error, traces_of
 
@@ -60,7 +60,7 @@ def test_a_step_leaves_no_trace_in_the_model(microbatch_size: int | None) -> Non
 def test_a_preflight_leaves_no_trace_in_the_model_even_where_it_finds_something() -> None:
     model = model_of_many_kinds().append(nn.BatchNorm1d(5))
     before, before_draw = traces_of(model), torch.get_rng_state()
-    assert any(finding.fatal for finding in preflight(model, cross_entropy, *rows()))
+    assert any(finding.fatal for finding in check_model(model, cross_entropy, *rows()))
     after = traces_of(model)
     before.pop("versions"), after.pop("versions")  # restoring writes; values are what matters
     assert_same_traces(before, after)
@@ -192,7 +192,7 @@ def test_shared_modules_keep_their_parameters() -> None:
     model = Shared()
     before = traces_of(model)
     clipped_sum(model, cross_entropy, *rows(), clip_norm=0.3)
-    assert not preflight(model, cross_entropy, *rows())
+    assert not check_model(model, cross_entropy, *rows())
     reference.clipped_sum_by_func(model, cross_entropy, *rows(), clip_norm=0.3)
     assert_same_traces(before, traces_of(model))
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from dpvision import kernels
-from dpvision.gradients.layer_gradient import Kept, Share, sum_of_squares
-from dpvision.gradients.ownership import trainable
+from dpvision.gradients.layer_gradient import LayerGradient, MaterialisedGradient, sum_of_squares
+from dpvision.gradients.ownership import trainable_parameters
 from dpvision.kernels import clip_factors, squares
 from dpvision.kernels.compile import build
 from dpvision.privacy import clipping as clip
-from dpvision.privacy.clipping import Clip, Limits
+from dpvision.privacy.clipping import Clipper, FactorLimits
 from dpvision.privacy.mechanism import CLIPPINGS, Clipping
 
 pytestmark = pytest.mark.skipif(build().library is None, reason=f"no native kernels: {build().reason}")
@@ -97,7 +97,7 @@ def test_factors_are_those_of_the_plain_way(clipping: Clipping, count: int) -> N
     norms_sq = [torch.rand(37, generator=generator, dtype=torch.float64) * 10.0 ** (4 * i - 8) for i in range(count)]
     norms_sq[0][:3] = torch.tensor([0.0, 1e-300, 1e300], dtype=torch.float64)
     real_U = torch.rand(37, generator=generator) < 0.8
-    limits = Limits.of(0.7, frozenset({torch.float32}), clipping=clipping)
+    limits = FactorLimits.for_bound(0.7, frozenset({torch.float32}), clipping=clipping)
     got = clip_factors.clip_factors(norms_sq, real_U, **asdict(limits))
     assert got is not None
     wanted = clip.clip_factors(torch.stack(norms_sq).sum(0), real_U, limits)
@@ -121,7 +121,7 @@ def test_units_without_a_norm_are_left_to_the_plain_way(bad: float, *, real: boo
 
 def test_a_factor_that_floats_would_round_up_is_zero() -> None:
     norms_sq, real_U = parts([1e20, 1e74, 1e76, 1e90]), torch.ones(4, dtype=torch.bool)
-    limits = Limits(below=1.0, added=0.0, most=1.0, least=torch.finfo(torch.float32).tiny)
+    limits = FactorLimits(below=1.0, added=0.0, most=1.0, least=torch.finfo(torch.float32).tiny)
     found = by_kernel(norms_sq, real_U, least=limits.least)
     assert found is not None
     for factor_U in (found, clip.clip_factors(norms_sq[0], real_U, limits)):
@@ -144,22 +144,22 @@ def test_other_norms_are_left_to_the_plain_way() -> None:
 def test_clipping_is_the_same_with_and_without_kernels(clipping: Clipping, bad: float | None) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     generator = torch.Generator().manual_seed(3)
-    shares: dict[nn.Parameter, Share] = {
-        p: Kept(torch.randn(9, *p.shape, generator=generator)) for p in model.parameters()
+    layer_gradients: dict[nn.Parameter, LayerGradient] = {
+        p: MaterialisedGradient(torch.randn(9, *p.shape, generator=generator)) for p in model.parameters()
     }
     if bad is not None:
-        shares[model[1].bias].per_unit()[4, 1] = bad
+        layer_gradients[model[1].bias].per_unit()[4, 1] = bad
     real_U = torch.ones(9, dtype=torch.bool)
     real_U[8] = False
-    method = Clip.of(trainable(model), clip_norm=0.9, clipping=clipping)
-    factors, dead_U = method.factors(shares, real_U)
+    method = Clipper.for_parameters(trainable_parameters(model), clip_norm=0.9, clipping=clipping)
+    factors, nonfinite_U = method.factors(layer_gradients, real_U)
     with kernels.switched_off():
-        plain, plain_dead_U = method.factors(shares, real_U)
-    assert set(factors) == set(plain) == set(shares)
+        plain, plain_nonfinite_U = method.factors(layer_gradients, real_U)
+    assert set(factors) == set(plain) == set(layer_gradients)
     for parameter, factor_U in factors.items():
         torch.testing.assert_close(factor_U, plain[parameter], rtol=3e-6, atol=0)
         assert not factor_U[8]
         assert bad is None or not factor_U[4], "in all layers, because of one"
     expected = None if bad is None else [unit == 4 for unit in range(9)]
-    for found in (dead_U, plain_dead_U):
+    for found in (nonfinite_U, plain_nonfinite_U):
         assert (None if found is None else found.tolist()) == expected

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpvision import kernels as native
 from dpvision.config import Performance
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
-from dpvision.gradients.layer_gradient import Share
+from dpvision.gradients.layer_gradient import LayerGradient
 from dpvision.gradients.rules import weight_standardisation
 from dpvision.gradients.rules.rule import LayerCall
 from dpvision.kernels.filter_moments import filter_moments
@@ -102,7 +102,7 @@ def test_what_the_kernel_cannot_read_is_left_to_the_plain_way() -> None:
 # ---- in the rule
 
 
-def shares_of(layer: WSConv2d, x_NCHW: Tensor) -> dict[str, Share]:
+def shares_of(layer: WSConv2d, x_NCHW: Tensor) -> dict[str, LayerGradient]:
     """Shares of a loss whose output gradient is the same each time."""
     with torch.no_grad():
         y = layer(x_NCHW)
@@ -128,7 +128,7 @@ def test_the_rule_gives_the_same_norms_and_sums_with_and_without_it(name: str, *
     x = torch.randn(4, layer.in_channels, 8, 8)
     if channels_last:
         x = x.to(memory_format=torch.channels_last)
-    factor_U, dead_U = torch.tensor([0.5, 0.0, 1.0, 0.25], dtype=torch.float64), torch.tensor([0, 1, 0, 0]).bool()
+    factor_U, nonfinite_U = torch.tensor([0.5, 0.0, 1.0, 0.25], dtype=torch.float64), torch.tensor([0, 1, 0, 0]).bool()
     native_shares = shares_of(layer, x)
     with native.switched_off():
         plain_shares = shares_of(layer, x)
@@ -136,7 +136,7 @@ def test_the_rule_gives_the_same_norms_and_sums_with_and_without_it(name: str, *
     for key, share in native_shares.items():
         plain = plain_shares[key]  # in float32, each a sum of hundreds of numbers that may cancel
         torch.testing.assert_close(share.norms_sq(), plain_norms[key], rtol=1e-4, atol=0)
-        sums = [part.finish(part.add_weighted_sum(None, factor_U, dead_U)) for part in (share, plain)]
+        sums = [part.finish(part.add_weighted_sum(None, factor_U, nonfinite_U)) for part in (share, plain)]
         torch.testing.assert_close(*sums, rtol=1e-4, atol=1e-4, check_dtype=False)
         torch.testing.assert_close(share.per_unit(), plain.per_unit(), rtol=1e-4, atol=1e-4, check_dtype=False)
 

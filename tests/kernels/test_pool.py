@@ -189,7 +189,7 @@ def test_a_twin_with_such_pools_gives_the_plain_clipped_sum() -> None:
         ).gradients
         for kernels in ("plain", "native")
     )
-    assert plan_for(model, loss, next(rows.microbatches(1)), Performance(kernels="native")).twin is not None
+    assert plan_for(model, loss, next(rows.microbatches(1)), Performance(kernels="native")).fused_copy is not None
     assert relative_error(fast, plain) <= 1e-4  # Winograd's transforms lose about five bits in each of two layers
 
 

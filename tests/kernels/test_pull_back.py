@@ -24,7 +24,7 @@ def case(outputs: int, inputs: int, kernel: int, *, inside: bool) -> tuple[Stand
     gain_O = torch.rand(outputs, generator=generator) + 0.5
     e = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
     ordered = e.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if inside else e
-    return Standardisation.of(weight, gain_O, 1e-4), ordered
+    return Standardisation.from_layer(weight, gain_O, 1e-4), ordered
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -15,7 +15,7 @@ from dpvision.config import Performance
 from dpvision.errors import ArgumentError
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
 from dpvision.gradients.fast.small_layers import FastScattering
-from dpvision.gradients.inference_forward import quick_forward
+from dpvision.gradients.inference_forward import fused_forward
 from dpvision.gradients.plan import plan_for
 from dpvision.kernels import scatter as kernel
 from dpvision.kernels.channels_last import laid_out
@@ -174,8 +174,8 @@ def test_a_model_uses_it_and_has_the_same_clipped_sum(name: str) -> None:
     batch = Rows(pictures(6, 3, (8, 8)), torch.arange(6) % 4, 1)
     loss = nn.CrossEntropyLoss(reduction="none")
     plan = plan_for(model, loss, next(batch.microbatches(1)), Performance(kernels="native"))
-    assert plan.twin is not None
-    assert sum(isinstance(module, FastScattering) for module in plan.twin.modules()) == 1
+    assert plan.fused_copy is not None
+    assert sum(isinstance(module, FastScattering) for module in plan.fused_copy.modules()) == 1
     fast, plain = (
         clipped_sum_of_batch(model, loss, batch, clip_norm=0.3, performance=Performance(kernels=kernels)).gradients
         for kernels in ("native", "plain")
@@ -186,6 +186,6 @@ def test_a_model_uses_it_and_has_the_same_clipped_sum(name: str) -> None:
 def test_a_models_outputs_alone_come_from_it() -> None:
     model = models.create("scatter_linear", in_channels=1, num_classes=4, image_size=8).eval()
     x = pictures(6, 1, (8, 8))
-    with torch.no_grad(), quick_forward(model, x[:2]) as forward:
+    with torch.no_grad(), fused_forward(model, x[:2]) as forward:
         assert forward is not model
         torch.testing.assert_close(forward(x), model(x), atol=1e-4, rtol=1e-4)

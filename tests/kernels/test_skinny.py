@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.errors import ArgumentError
-from dpvision.gradients.layer_gradient import Kept, Share
-from dpvision.gradients.rules.convolution import Correlated, geometry_of
-from dpvision.gradients.rules.linear import OuterProducts
+from dpvision.gradients.layer_gradient import LayerGradient, MaterialisedGradient
+from dpvision.gradients.rules.convolution import ConvolutionGradient, geometry_of
+from dpvision.gradients.rules.linear import LinearGradient
 from dpvision.kernels import accumulate, skinny
 from dpvision.kernels.compile import build
 
@@ -168,7 +168,7 @@ def test_a_linear_layer_with_few_outputs_uses_the_kernel(positions: int, monkeyp
     calls = counted(monkeypatch, skinny, "outer_sum")
     a, g, _ = rows(12 * positions, 40, 10)
     factor, dead = torch.rand(12, dtype=torch.float64), torch.arange(12) == 5
-    share = OuterProducts(a.view(12, positions, 40), g.view(12, positions, 10))
+    share = LinearGradient(a.view(12, positions, 40), g.view(12, positions, 10))
     a.view(12, positions, 40)[5] = math.nan
     got = share.weighted_sum(factor, dead)
     monkeypatch.setattr(skinny, "takes", lambda a, g: False)
@@ -182,14 +182,14 @@ def test_kept_gradients_go_straight_into_the_running_sum(dtype: torch.dtype, mon
     gradient, factor, dead = torch.randn(6, 3, 5, dtype=dtype), torch.rand(6, dtype=torch.float64), torch.arange(6) == 2
     wanted = 2 * torch.tensordot(factor.masked_fill(dead, 0.0), gradient.double(), dims=1)
     gradient[2] = math.nan
-    first = Kept(gradient).add_weighted_sum(None, factor, dead)
-    total = Kept(gradient).add_weighted_sum(first, factor, dead)
+    first = MaterialisedGradient(gradient).add_weighted_sum(None, factor, dead)
+    total = MaterialisedGradient(gradient).add_weighted_sum(first, factor, dead)
     assert total.dtype == torch.float64
     assert len(calls) == (2 if dtype == torch.float32 else 0)
     torch.testing.assert_close(total, wanted, rtol=0, atol=1e-14)
 
 
-class Remembered(Share):
+class Remembered(LayerGradient):
     """Gives out the same sum each time."""
 
     def __init__(self, part: Tensor) -> None:
@@ -198,7 +198,7 @@ class Remembered(Share):
     def norms_sq(self) -> Tensor:
         return self.part.new_ones(1)
 
-    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+    def weighted_sum(self, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
         return self.part
 
     def per_unit(self) -> Tensor:
@@ -219,7 +219,7 @@ def test_a_convolutions_running_sum_is_the_same_in_every_layout() -> None:
     factor, total, found = torch.rand(5, dtype=torch.float64), None, []
     for last in (False, True, False):
         arranged = x.contiguous(memory_format=torch.channels_last) if last else x
-        share = Correlated(arranged, dy, geometry_of(module, module.weight.detach()), 5)
+        share = ConvolutionGradient(arranged, dy, geometry_of(module, module.weight.detach()), 5)
         assert share.formed() is not None
         found.append(share.weighted_sum(factor, None).double())
         total = share.add_weighted_sum(total, factor, None)

@@ -99,8 +99,8 @@ def test_a_network_with_tanh_uses_it_and_has_the_same_clipped_sum() -> None:
     batch = Rows(torch.randn(6, 2, 8, 8), torch.arange(6) % 3, 1)
     loss = nn.CrossEntropyLoss(reduction="none")
     plan = plan_for(model, loss, next(batch.microbatches(1)), Performance(kernels="native"))
-    assert plan.twin is not None
-    assert sum(isinstance(module, FastTanh) for module in plan.twin.modules()) == 2
+    assert plan.fused_copy is not None
+    assert sum(isinstance(module, FastTanh) for module in plan.fused_copy.modules()) == 2
     fast, plain = (
         clipped_sum_of_batch(model, loss, batch, clip_norm=0.3, performance=Performance(kernels=kernels)).gradients
         for kernels in ("native", "plain")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dpvision.errors import ArgumentError
-from dpvision.gradients.rules.convolution import Correlated, geometry_of
+from dpvision.gradients.rules.convolution import ConvolutionGradient, geometry_of
 from dpvision.kernels import switched_off, windows
 from dpvision.kernels.compile import build
 
@@ -191,8 +191,8 @@ def test_a_share_takes_the_kernel_and_agrees_with_the_plain_one(layer: nn.Conv2d
     x = picture(6, 6, (8, 7 if layer.groups > 1 else 8))
     dy = picture(6, 6, (3, 3), seed=1)
 
-    def share() -> Correlated:
-        return Correlated(x, dy, geometry_of(layer, layer.weight.detach()), 6 // rows)
+    def share() -> ConvolutionGradient:
+        return ConvolutionGradient(x, dy, geometry_of(layer, layer.weight.detach()), 6 // rows)
 
     with switched_off():
         plain, plain_norms = share().per_unit(), share().norms_sq()
@@ -204,7 +204,7 @@ def test_a_share_takes_the_kernel_and_agrees_with_the_plain_one(layer: nn.Conv2d
 def test_windows_with_gaps_go_another_way(groups: int) -> None:
     layer = nn.Conv2d(6, 6, 3, dilation=2, groups=groups)
     x, dy = picture(4, 6, (8, 8)), picture(4, 6, (4, 4), seed=1)
-    found = Correlated(x, dy, geometry_of(layer, layer.weight.detach()), 4).per_unit()
+    found = ConvolutionGradient(x, dy, geometry_of(layer, layer.weight.detach()), 4).per_unit()
     for unit in range(4):
         weight = layer.weight.detach().double().requires_grad_()
         y = nn.functional.conv2d(x[unit : unit + 1].double(), weight, dilation=2, groups=groups)
@@ -223,6 +223,6 @@ def test_tiny_gradients_still_have_a_norm() -> None:
     layer = nn.Conv2d(2, 4, 2)
     x, dy = torch.full((1, 2, 3, 3), 1e-30), torch.full((1, 4, 2, 2), 1e-10)
     x, dy = x.contiguous(memory_format=torch.channels_last), dy.contiguous(memory_format=torch.channels_last)
-    share = Correlated(x, dy, geometry_of(layer, layer.weight.detach()), 1)
+    share = ConvolutionGradient(x, dy, geometry_of(layer, layer.weight.detach()), 1)
     true = float(share.per_unit().double().square().sum())
     assert float(share.norms_sq()) >= true * (1 - 4e-6)

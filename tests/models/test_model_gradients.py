@@ -14,8 +14,8 @@ from torch.nn import functional
 from dpvision import models
 from dpvision.config import OptimizerSettings
 from dpvision.gradients.clipped_sum import clipped_sum
-from dpvision.gradients.model_check import preflight
-from dpvision.gradients.ownership import duties_of
+from dpvision.gradients.model_check import check_model
+from dpvision.gradients.ownership import parameter_owners
 from dpvision.gradients.plan import plan_for
 from dpvision.gradients.reference import clipped_sum_by_func
 from dpvision.gradients.rules import rule_for
@@ -188,7 +188,7 @@ dropping_nfnet = narrow_nfnet(F0, stochastic_depth=0.6, dropout=0.4)
 
 @pytest.mark.parametrize("build", [pytest.param(dropping_resnet, marks=pytest.mark.slow), dropping_nfnet])
 def test_stochastic_depth_and_dropout_are_admitted(build: Build) -> None:
-    findings = preflight(build().train(), row_losses, noise(2, 2, 32, 32), torch.tensor([0, 1]))
+    findings = check_model(build().train(), row_losses, noise(2, 2, 32, 32), torch.tensor([0, 1]))
     assert [str(finding) for finding in findings] == []
 
 
@@ -242,11 +242,11 @@ def test_wrn16_4_trains_privately_through_the_rules_alone() -> None:
     with torch.no_grad():
         assert row_losses(model(x), targets).mean() < 0.5 * before
     plan = plan_for(model, row_losses, Microbatch(x, targets, torch.ones(8, 1)))
-    assert not plan.exceptions.moved
-    assert not plan.exceptions.looped
-    duties = duties_of(model, plan.exceptions)
-    assert all(duty.rule is not None for duty in duties)
-    assert sum(isinstance(duty.module, WSConv2d) for duty in duties) == 16
+    assert not plan.overrides.moved
+    assert not plan.overrides.looped
+    owners = parameter_owners(model, plan.overrides)
+    assert all(owner.rule is not None for owner in owners)
+    assert sum(isinstance(owner.module, WSConv2d) for owner in owners) == 16
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in models.catalogue()])

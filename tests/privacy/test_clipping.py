@@ -19,9 +19,9 @@ from dpvision.errors import ArgumentError
 from dpvision.gradients import reference
 from dpvision.gradients import reference as oracle
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
-from dpvision.gradients.ownership import trainable
+from dpvision.gradients.ownership import trainable_parameters
 from dpvision.models.layers import ScalarGain, WSConv2d
-from dpvision.privacy.clipping import GAMMA, Clip, Limits, clip_factors
+from dpvision.privacy.clipping import GAMMA, Clipper, FactorLimits, clip_factors
 from dpvision.privacy.mechanism import CLIPPINGS, Clipping
 from grads_networks import NETWORKS
 from grads_support import PaddedDraw, Root, cross_entropy, distance, relative_error, total_norm, wavy_loss
@@ -207,7 +207,7 @@ def test_no_single_unit_is_ever_longer_than_clip_norm(
 def test_a_factor_times_its_norm_never_passes_the_bound(clipping: Clipping, norms: list[float], bound: float) -> None:
     norm_U = torch.tensor(norms, dtype=torch.float64)
     counted_U = torch.ones(len(norms), dtype=torch.bool)
-    limits = Limits.of(bound, frozenset({torch.float32}), clipping=clipping)
+    limits = FactorLimits.for_bound(bound, frozenset({torch.float32}), clipping=clipping)
     factor_U = clip_factors(norm_U.square(), counted_U, limits)
     assert bool((factor_U * norm_U <= bound * (1 - 2e-6)).logical_or(factor_U == 1).all())
     assert bool((factor_U * norm_U <= bound).all())
@@ -270,13 +270,24 @@ def test_the_number_of_layers_is_a_fact_of_the_model() -> None:
     model = every_kind()
     layers = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
     assert len(layers) == 10
-    assert Clip.of(trainable(model), clip_norm=2.0, clipping="per_layer").bound == 2.0 / math.sqrt(10)
+    assert Clipper.for_parameters(
+        trainable_parameters(model), clip_norm=2.0, clipping="per_layer"
+    ).bound == 2.0 / math.sqrt(10)
     model.get_submodule("13").requires_grad_(False)
-    assert Clip.of(trainable(model), clip_norm=2.0, clipping="per_layer").bound == 2.0 / math.sqrt(9)
+    assert Clipper.for_parameters(
+        trainable_parameters(model), clip_norm=2.0, clipping="per_layer"
+    ).bound == 2.0 / math.sqrt(9)
     for clipping in ("flat", "automatic"):
-        assert Clip.of(trainable(model), clip_norm=2.0, clipping=cast("Clipping", clipping)).bound == 2.0
+        assert (
+            Clipper.for_parameters(
+                trainable_parameters(model), clip_norm=2.0, clipping=cast("Clipping", clipping)
+            ).bound
+            == 2.0
+        )
     tied = NETWORKS["tied layers"][0]()
-    assert sorted(Clip.of(trainable(tied), clip_norm=1.0, clipping="per_layer").groups.values()) == [
+    assert sorted(
+        Clipper.for_parameters(trainable_parameters(tied), clip_norm=1.0, clipping="per_layer").groups.values()
+    ) == [
         "first",
         "first",
         "second",

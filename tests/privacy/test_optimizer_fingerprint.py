@@ -91,7 +91,7 @@ def test_edits_of_a_large_parameter_are_named_as_those_of_a_small_one(
 
 def test_a_large_parameter_is_not_copied() -> None:
     layer = nn.Linear(1024, 512)
-    watched = watch.Watch(layer, buffers=True)
+    watched = watch.TamperGuard(layer, buffers=True)
     kept = {name: left._bits.nbytes for name, left in watched._left.items()}
     assert kept["weight"] < layer.weight.nbytes / 100
     assert kept["bias"] == layer.bias.nbytes

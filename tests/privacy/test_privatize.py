@@ -202,7 +202,7 @@ def test_the_sum_is_divided_by_the_public_batch_size_unrounded() -> None:
 
 @both_generators
 def test_release_and_noise_lie_on_one_grid_whatever_the_sum() -> None:
-    grid = Grid.of(MECHANISM, coordinates=2000)
+    grid = Grid.for_mechanism(MECHANISM, coordinates=2000)
     sums = torch.randn(2000, dtype=torch.float64) * torch.logspace(-12, 3, 2000, dtype=torch.float64)
     release = released(ClippedSum({"w": sums}, 0.37)) * 256.0 / grid.spacing  # both powers of two: exact
     assert np.array_equal(release, np.rint(release))
@@ -212,7 +212,7 @@ def test_release_and_noise_lie_on_one_grid_whatever_the_sum() -> None:
 
 @both_generators
 def test_bits_below_the_grid_leave_no_trace() -> None:
-    grid = Grid.of(MECHANISM, coordinates=500)
+    grid = Grid.for_mechanism(MECHANISM, coordinates=500)
     on_grid = torch.arange(500, dtype=torch.float64) * grid.spacing
     nudged = on_grid + 0.49 * grid.spacing
     one, other = (released(ClippedSum({"w": sums}, 0.37)) for sums in (on_grid, nudged))
@@ -223,7 +223,7 @@ def test_bits_below_the_grid_leave_no_trace() -> None:
 @pytest.mark.parametrize("noise_multiplier", [0.01, 1.1, 40.0])
 def test_the_grid_is_fine_and_its_rounding_is_paid_for(coordinates: int, noise_multiplier: float) -> None:
     mechanism = dataclasses.replace(MECHANISM, noise_multiplier=noise_multiplier)
-    grid = Grid.of(mechanism, coordinates=coordinates)
+    grid = Grid.for_mechanism(mechanism, coordinates=coordinates)
     assert math.frexp(grid.spacing)[0] == 0.5  # a power of two
     assert 2.0**-31 < grid.spacing / mechanism.noise_stddev <= 2.0**-30
     sensitivity = mechanism.clip_norm + grid.spacing * math.sqrt(coordinates)
@@ -236,7 +236,7 @@ def test_release_uses_the_noise_that_pays_for_the_rounding(monkeypatch: pytest.M
     monkeypatch.setattr(noise, "standard_normals", lambda key, count: np.ones(count))
     mechanism = dataclasses.replace(MECHANISM, noise_multiplier=40.0)
     sums = ClippedSum({name: torch.zeros(500_000, dtype=torch.float64) for name in ("v", "w")}, 0.37)
-    grid = Grid.of(mechanism, coordinates=1_000_000)
+    grid = Grid.for_mechanism(mechanism, coordinates=1_000_000)
     noise_on_sum = released(sums, mechanism)[0] * 256.0
     assert noise_on_sum == pytest.approx(grid.noise_stddev, abs=grid.spacing)
     assert noise_on_sum > mechanism.noise_stddev * (1 + 1e-5)

@@ -98,6 +98,6 @@ def test_words_of_owners_are_their_parts_of_the_stream_whoever_else_asks(count: 
     keys, each = Keys(SECRET, "a"), count + count % 2
     whole = keys.bits(100 * each, "augmentation", 3).reshape(100, each)[:, :count]
     for owners in ([], [0], [99], [7, 3, 50], list(range(100))):
-        found = keys.bits_of(np.array(owners, dtype=np.int64), count, "augmentation", 3)
+        found = keys.bits_by_unit(np.array(owners, dtype=np.int64), count, "augmentation", 3)
         np.testing.assert_array_equal(found, whole[owners].reshape(len(owners), count))
     assert len(np.unique(whole)) == 100 * count

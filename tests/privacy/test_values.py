@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dpvision.errors import ArgumentError, PrivacyError
-from dpvision.privacy.mechanism import Event, Mechanism, OrdinaryPlan
+from dpvision.privacy.mechanism import Event, Mechanism, OrdinarySampling
 from dpvision.privacy.values import ClippedSum, Microbatch, PrivateGrad, Sampling, charge_for
 
 MECHANISM = Mechanism(num_units=100, expected_batch_size=10.5, clip_norm=0.3, noise_multiplier=1.7, steps=5)
@@ -79,8 +79,8 @@ def test_a_mechanism_survives_a_round_trip_and_refuses_unknown_fields() -> None:
 
 
 def test_an_ordinary_plan_draws_but_accounts_for_nothing() -> None:
-    plan = OrdinaryPlan(num_units=100, expected_batch_size=10.5, steps=3)
+    plan = OrdinarySampling(num_units=100, expected_batch_size=10.5, steps=3)
     assert plan.sample_rate == 0.105
     assert not hasattr(plan, "step_event")
     with pytest.raises(ArgumentError):
-        OrdinaryPlan(num_units=10, expected_batch_size=11, steps=3)
+        OrdinarySampling(num_units=10, expected_batch_size=11, steps=3)

@@ -19,7 +19,7 @@ from dpvision.config import Performance, parse_config
 from dpvision.data import Normalisation, ViewSettings, load
 from dpvision.data.options import LoadOptions
 from dpvision.models.losses import loss_for
-from dpvision.privacy.clipping import Clip
+from dpvision.privacy.clipping import Clipper
 from dpvision.privacy.ledger import charges_of, read_ledger
 from dpvision.privacy.randomness import Keys
 from dpvision.release.statements import COUNTED_UNITS
@@ -51,13 +51,13 @@ def test_many_random_neighbours_stay_within_the_sensitivity() -> None:
 
 
 def test_the_same_experiment_notices_a_clip_that_is_a_little_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Clip.factors
+    real = Clipper.factors
 
-    def longer(self: Clip, *arguments: Any) -> Any:
+    def longer(self: Clipper, *arguments: Any) -> Any:
         factors, *rest = real(self, *arguments)
         return {name: factor * (1 + 3e-5) for name, factor in factors.items()}, *rest
 
-    monkeypatch.setattr(Clip, "factors", longer)
+    monkeypatch.setattr(Clipper, "factors", longer)
     found, loss = Found(), loss_for("classification", "cross_entropy", CLASSES)
     setting = Setting(
         name="linear",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpvision.data import ImageStore, Normalisation, PoissonDraws, ViewSettings
+from dpvision.data import ImageBatches, ImageStore, Normalisation, ViewSettings
 from dpvision.data.augmentation import AS_IT_IS
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.randomness import Keys
@@ -16,9 +16,9 @@ def draws_at_rate(
     normalisation: Normalisation,
     rate: float = 1.0,
     rows_per_unit: int = 1,
-) -> PoissonDraws:
+) -> ImageBatches:
     """The draws of a store at a rate."""
-    return PoissonDraws(
+    return ImageBatches(
         mechanism=Mechanism(num_units=20, expected_batch_size=20 * rate, clip_norm=1.0, noise_multiplier=1.0, steps=10),
         store=store,
         normalisation=normalisation,

@@ -12,17 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from dpvision.gradients import reference
 from dpvision.gradients.clipped_sum import clipped_sum
-from dpvision.gradients.ownership import Exceptions
+from dpvision.gradients.ownership import OwnershipOverrides
 from dpvision.gradients.plan import plan_for
 from dpvision.models.layers import ScalarGain, WSConv2d
 from dpvision.privacy.values import Microbatch
 from grads_support import relative_error, wavy_loss
 
 
-def exceptions_of(model: nn.Module, inputs: Tensor, rows_per_unit: int = 1) -> Exceptions:
+def overrides_of(model: nn.Module, inputs: Tensor, rows_per_unit: int = 1) -> OwnershipOverrides:
     """What the engine can't do the usual way for this model. It would hide a wrong rule, so tests look at it."""
     rows = Microbatch(inputs, torch.zeros(inputs.shape[0]).to(inputs.dtype), torch.ones(1, rows_per_unit))
-    return plan_for(model, wavy_loss, rows).exceptions
+    return plan_for(model, wavy_loss, rows).overrides
 
 
 def agrees(model: nn.Module, inputs: Tensor, *, rows_per_unit: int = 1, tolerance: float = 1e-10) -> bool:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from dpvision import models
 from dpvision.cli import app
 from dpvision.config import Performance, parse_config
-from dpvision.data import ImageStore, PoissonDraws, fixed_normalisation, store_of_arrays
+from dpvision.data import ImageBatches, ImageStore, fixed_normalisation, store_of_arrays
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.gradients.clipped_sum import clipped_sum_of_batch
 from dpvision.models.losses import loss_for
@@ -145,7 +145,7 @@ def test_one_patient_with_any_number_of_slices_moves_the_sum_by_at_most_clip_nor
     model = models.create("unet9", num_classes=1, in_channels=1, seed=0, width=2, head="conv")
 
     def clipped(store: ImageStore) -> Tensor:
-        draws = PoissonDraws(
+        draws = ImageBatches(
             mechanism=mechanism,
             store=store,
             normalisation=fixed_normalisation(1),

@@ -23,8 +23,8 @@ CLIPPING = (
         ),
         (
             "the norm of the last parameter only",
-            ".setdefault(self.groups[parameter], []).append(share.norms_sq().double())",
-            "[self.groups[parameter]] = [share.norms_sq().double()]",
+            ".setdefault(self.groups[parameter], []).append(layer_gradient.norms_sq().double())",
+            "[self.groups[parameter]] = [layer_gradient.norms_sq().double()]",
         ),
         ("rounding may pass the clip norm", "bound * (1 - SLACK * max(", "bound * (1 + SLACK * max("),
         ("clipped by the squared norm", "norms_sq_U.sqrt() + limits", "norms_sq_U + limits"),
@@ -56,15 +56,15 @@ CLIPPING = (
     *mutations(
         "privacy/test_clipping",
         "gradients/clipped_sum.py",
-        ("one layer's factors for all", "factors[parameter], dead_U", "next(iter(factors.values())), dead_U"),
+        ("one layer's factors for all", "factors[parameter], nonfinite_U", "next(iter(factors.values())), nonfinite_U"),
     ),
     *mutations(
         "privacy/test_clipping",
         "gradients/clipped_sum.py",
         (
             "the style is forgotten",
-            "Clip.of(parameters, clip_norm=clip_norm, clipping=clipping)",
-            "Clip.of(parameters, clip_norm=clip_norm)",
+            "Clipper.for_parameters(parameters, clip_norm=clip_norm, clipping=clipping)",
+            "Clipper.for_parameters(parameters, clip_norm=clip_norm)",
         ),
     ),
     *mutations(

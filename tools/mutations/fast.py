@@ -1,4 +1,4 @@
-"""Breakages of the fast twin and the native kernels."""
+"""Breakages of the fast fused_copy and the native kernels."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ FAST = (
         "gradients/test_rewrite",
         "gradients/plan.py",
         (
-            "a twin is used unproved",
+            "a fused copy is used unproved",
             "return None if found.wrong else found",
             "return found",
         ),
@@ -104,11 +104,15 @@ FAST = (
     *mutations(
         "gradients/test_engine_memory",
         "gradients/plan.py",
-        ("a compared share stays", "                step.shares.pop(parameter, None)", "                pass"),
+        (
+            "a compared layer gradient stays",
+            "                step.layer_gradients.pop(parameter, None)",
+            "                pass",
+        ),
         (
             "a call's tensors outlive its shapes",
-            "    return [Shapes.of(call) for call in calls]",
-            "    model.kept = [*getattr(model, 'kept', []), *calls]\n    return [Shapes.of(call) for call in calls]",
+            "    return [CallShapes.from_call(call) for call in calls]",
+            "    model.kept = [*getattr(model, 'kept', []), *calls]\n    return [CallShapes.from_call(call) for call in calls]",
         ),
     ),
     *mutations(
@@ -117,10 +121,10 @@ FAST = (
         ("only the first unit is compared", "for unit in range(units):", "for unit in range(1):"),
         (
             "what is compared is not what a step adds up",
-            "    norms = {parameter: share.norms_sq().sqrt().tolist() for parameter, share in step.shares.items()}\n",
-            "    clean = unit_gradients(plan.network(model), loss_fn, plan.arranged(probe), "
-            "duties_of(plan.network(model), plan.exceptions), plan.layouts)\n"
-            "    norms = {parameter: share.norms_sq().sqrt().tolist() for parameter, share in clean.shares.items()}\n",
+            "    norms = {parameter: each.norms_sq().sqrt().tolist() for parameter, each in step.layer_gradients.items()}\n",
+            "    clean = unit_gradients(plan.network(model), loss_fn, plan.arranged(synthetic), "
+            "parameter_owners(plan.network(model), plan.overrides), plan.axes_by_module)\n"
+            "    norms = {parameter: each.norms_sq().sqrt().tolist() for parameter, each in clean.layer_gradients.items()}\n",
         ),
     ),
     *mutations(
@@ -135,12 +139,16 @@ FAST = (
     *mutations(
         "gradients/test_engine_memory",
         "gradients/clipped_sum.py",
-        ("an added share stays", "shares.pop(parameter)", "shares[parameter]"),
+        ("an added layer gradient stays", "layer_gradients.pop(parameter)", "layer_gradients[parameter]"),
         ("sums through the dispatcher", "    @torch.no_grad()\n    def add(", "    def add("),
     ),
     *mutations(
         "gradients/test_engine_memory",
         "gradients/separability.py",
-        ("copies to look for mixing", "restored(model), same_draws", "_traced(model), restored(model), same_draws"),
+        (
+            "copies to look for mixing",
+            "model_restored(model), repeatable_randomness",
+            "_traced(model), model_restored(model), repeatable_randomness",
+        ),
     ),
 )

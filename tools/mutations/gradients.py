@@ -18,7 +18,7 @@ GRADIENTS = (
     *mutations(
         "gradients/test_networks",
         "gradients/layer_gradient.py",
-        ("shared weights count once", "total = total + share.per_unit()", "total = total"),
+        ("shared weights count once", "total = total + layer_gradient.per_unit()", "total = total"),
     ),
     *mutations(
         "gradients/test_rules",
@@ -49,14 +49,14 @@ GRADIENTS = (
         "gradients/clipped_sum.py",
         (
             "only the last micro-batch counts",
-            "share.add_weighted_sum(self._sums.get(parameter), ",
-            "share.add_weighted_sum(None, ",
+            "self._sums.get(parameter), factors",
+            "None, factors",
         ),
     ),
     *mutations(
         "gradients/test_model_check",
         "gradients/plan.py",
-        ("mixing models pass", "    _refuse_mixing(model, loss_fn, probe)\n", ""),
+        ("mixing models pass", "    _refuse_mixing(model, loss_fn, synthetic)\n", ""),
     ),
     *mutations(
         "gradients/test_separability",

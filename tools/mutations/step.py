@@ -100,7 +100,7 @@ OPTIMIZERS = (
         "privacy/test_optimizer_integrity",
         "privacy/optimizer.py",
         ("weights moved by hand pass", "        self.check_untouched()\n", ""),
-        ("moving buffers pass", "Watch(model, buffers=private)", "Watch(model, buffers=False)"),
+        ("moving buffers pass", "TamperGuard(model, buffers=private)", "TamperGuard(model, buffers=False)"),
     ),
     *mutations(
         "privacy/test_optimizer_integrity",

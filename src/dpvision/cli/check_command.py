@@ -110,7 +110,7 @@ def _named(modules: list[str]) -> str:
 
 def _inspect(subject: _Subject) -> list[Finding]:
     """First whether the model gives scores for such pictures at all, then whether they can be learned privately."""
-    from dpvision.gradients.model_check import Finding, preflight
+    from dpvision.gradients.model_check import Finding, check_model
     from dpvision.training.trainer import inspect_model, synthetic_rows
 
     inputs, targets = synthetic_rows(subject.image_shape, subject.num_classes, "cpu")
@@ -119,19 +119,19 @@ def _inspect(subject: _Subject) -> list[Finding]:
         return [outputs]
     if outputs.dim() == 2:
         return inspect_model(subject.model, image_shape=subject.image_shape, num_classes=subject.num_classes)
-    return preflight(subject.model, _map_loss, inputs, targets)
+    return check_model(subject.model, _map_loss, inputs, targets)
 
 
 def _outputs(subject: _Subject, inputs: Tensor) -> Tensor | Finding:
     """What the model makes of the pictures in evaluation mode, or why that can't be scores."""
     import torch
 
-    from dpvision.gradients.synthetic_batch import evaluation_mode, restored
+    from dpvision.gradients.synthetic_batch import evaluation_mode, model_restored
 
     network, classes = subject.model, subject.num_classes
     shape = "×".join(map(str, subject.image_shape))
     try:
-        with torch.no_grad(), restored(network), evaluation_mode(network):
+        with torch.no_grad(), model_restored(network), evaluation_mode(network):
             outputs = network(inputs)
     except Exception as error:  # noqa: BLE001 - a user's forward may raise anything.
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")

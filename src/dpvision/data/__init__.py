@@ -1,7 +1,7 @@
 """Sources of pictures, one uint8 store, privacy units, and Poisson draws over them."""
 
 from dpvision.data.augmentation import ViewSettings, erase_views, make_views
-from dpvision.data.batches import PoissonBatch, PoissonDraws, hold_out, mismatch_note
+from dpvision.data.batches import ImageBatch, ImageBatches, hold_out, mismatch_note
 from dpvision.data.datasets import KNOWN, KnownSet, cache_folder
 from dpvision.data.features import FeatureBatch, FeatureDraws, Features, extract, kept_features
 from dpvision.data.images import load_pictures
@@ -18,12 +18,12 @@ __all__ = [
     "FeatureBatch",
     "FeatureDraws",
     "Features",
+    "ImageBatch",
+    "ImageBatches",
     "ImageStore",
     "KnownSet",
     "LoadOptions",
     "Normalisation",
-    "PoissonBatch",
-    "PoissonDraws",
     "Progress",
     "Splits",
     "UnitRows",

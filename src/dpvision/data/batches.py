@@ -22,7 +22,7 @@ from dpvision.data.augmentation import AS_IT_IS, ViewSettings, erase_views, make
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.store import ImageStore
 from dpvision.errors import DataError, Problems
-from dpvision.privacy.mechanism import Mechanism, OrdinaryPlan
+from dpvision.privacy.mechanism import Mechanism, OrdinarySampling
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import Microbatch, Sampling
 
@@ -32,7 +32,7 @@ LARGE_MISMATCH = 0.1
 
 
 @final
-class PoissonDraws:
+class ImageBatches:
     """The draws of one run.
 
     Guarantee: in each step each unit of the store joins with probability ``mechanism.sample_rate`` (rounded down to a
@@ -45,7 +45,7 @@ class PoissonDraws:
     def __init__(
         self,
         *,
-        mechanism: Mechanism | OrdinaryPlan,
+        mechanism: Mechanism | OrdinarySampling,
         store: ImageStore,
         normalisation: Normalisation,
         keys: Keys,
@@ -85,11 +85,11 @@ class PoissonDraws:
         """The rows that join ``step``, R a unit; -1 where a unit has fewer. Sensitive."""
         return self._rows(self.units(step), step)
 
-    def batch(self, step: int) -> PoissonBatch:
+    def batch(self, step: int) -> ImageBatch:
         """The draw of ``step``: the same whenever it is asked for."""
         units = self.units(step)
         rows_DR = self._rows(units, step)
-        return PoissonBatch(self._sampling, self._pictures, rows_DR, self._words(units, step))
+        return ImageBatch(self._sampling, self._pictures, rows_DR, self._words(units, step))
 
     def _rows(self, units: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         offsets, order = self._unit_rows
@@ -111,12 +111,12 @@ class PoissonDraws:
         shape = (len(units), self._rows_per_unit, self._views.count, self._views.words)
         if not self._views.random:
             return np.zeros(shape, dtype=np.uint64)
-        return self._keys.bits_of(units, math.prod(shape[1:]), "augmentation", step).reshape(shape)
+        return self._keys.bits_by_unit(units, math.prod(shape[1:]), "augmentation", step).reshape(shape)
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class PoissonBatch:
+class ImageBatch:
     """One draw, whole: it can be cut into micro-batches of any size, any number of times. Sensitive."""
 
     sampling: Sampling
@@ -125,7 +125,7 @@ class PoissonBatch:
     _words_DRKJ: NDArray[np.uint64]
 
     def __repr__(self) -> str:
-        return f"PoissonBatch({self.sampling}, sensitive)"
+        return f"ImageBatch({self.sampling}, sensitive)"
 
     def microbatches(self, units: int) -> Iterator[Microbatch]:
         """The draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""

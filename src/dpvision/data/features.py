@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpvision.data.batches import NO_ROW, PoissonDraws, blank_absent, row_weights
+from dpvision.data.batches import NO_ROW, ImageBatches, blank_absent, row_weights
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.options import Progress
 from dpvision.data.safe_read import open_regular, read_npy
@@ -105,7 +105,7 @@ class FeatureDraws:
     Guarantee: the same units join, with the same rows, as in ``draws``; each row gives all its ways, in equal shares.
     """
 
-    def __init__(self, draws: PoissonDraws, features: Features, labels: Tensor, device: torch.device | str) -> None:
+    def __init__(self, draws: ImageBatches, features: Features, labels: Tensor, device: torch.device | str) -> None:
         self._draws = draws
         self._rows = _Rows(features.values_NWF.flatten(0, 1).to(device), labels.to(device), features.ways)
 

@@ -1,7 +1,7 @@
-"""Watch one forward pass: what every module with a duty was given, and where its output gradient will appear.
+"""Watch one forward pass: what every module with a owner was given, and where its output gradient will appear.
 
 The model is not changed: parameters stay in the graph, and the backward pass, asked only for the gradients at the
-captured outputs, skips every parameter gradient by itself.
+capture_calls outputs, skips every parameter gradient by itself.
 
 Where the rows are in what a module is given and returns: seen by giving the model two batches of different size.
 """
@@ -19,12 +19,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from dpvision.errors import PrivacyError
-from dpvision.gradients.ownership import Duty
+from dpvision.gradients.ownership import ParameterOwner
 
 
 @final
 @dataclass(eq=False)
-class Call:
+class CapturedCall:
     """One call of a module: inputs, and for each output tensor the place of its gradient in the graph.
 
     ``outputs`` (shapes) and ``gradients`` follow the flattened output; ``None`` is for what has no gradient. A module
@@ -32,7 +32,7 @@ class Call:
     the output itself, of a module that asks for it to be kept.
     """
 
-    duty: Duty
+    owner: ParameterOwner
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: list[torch.Size | None]
@@ -51,26 +51,26 @@ class Call:
         """Refuse inputs that were overwritten after the module read them: the gradient would be of something else."""
         if any(tensor._version != version for tensor, version in self.versions):
             raise PrivacyError(
-                f"the input or output of {self.duty.label} was changed in place, so its gradient can't be computed. "
+                f"the input or output of {self.owner.label} was changed in place, so its gradient can't be computed. "
                 "Replace the in-place operation on that tensor by an ordinary one."
             )
 
 
 @contextmanager
-def captured(duties: tuple[Duty, ...]) -> Iterator[list[Call]]:
-    """Record the calls of all modules with a duty; whatever happens inside, no hook outlives the block."""
-    calls: list[Call] = []
+def capture_calls(owners: tuple[ParameterOwner, ...]) -> Iterator[list[CapturedCall]]:
+    """Record the calls of all modules with a owner; whatever happens inside, no hook outlives the block."""
+    calls: list[CapturedCall] = []
     handles: list[Any] = []
     try:
-        for duty in duties:
-            handles += _watch(duty, calls)
+        for owner in owners:
+            handles += _watch(owner, calls)
         yield calls
     finally:
         for handle in handles:
             handle.remove()
 
 
-def backpropagate(calls: list[Call], losses: Tensor, weights: Tensor) -> None:
+def backpropagate(calls: list[CapturedCall], losses: Tensor, weights: Tensor) -> None:
     """Give every call the gradient of the weighted loss at its outputs; ``None`` where the loss does not see them."""
     edges = [edge for call in calls for edge in call.edges]
     if not losses.requires_grad or not edges:
@@ -80,16 +80,16 @@ def backpropagate(calls: list[Call], losses: Tensor, weights: Tensor) -> None:
         call.gradients = [None if output is None else next(found) for output in call.outputs]
 
 
-def _watch(duty: Duty, calls: list[Call]) -> list[Any]:
-    if hasattr(duty.module, "per_row"):
-        return [duty.module.register_forward_pre_hook(_before_per_row(duty, calls), with_kwargs=True)]
-    if duty.rule is not None:
+def _watch(owner: ParameterOwner, calls: list[CapturedCall]) -> list[Any]:
+    if hasattr(owner.module, "per_row"):
+        return [owner.module.register_forward_pre_hook(_before_per_row(owner, calls), with_kwargs=True)]
+    if owner.rule is not None:
         # First in line: hooks of the user may replace the output, and their work is not the layer's.
-        return [duty.module.register_forward_hook(_after_rule(duty, calls), with_kwargs=True, prepend=True)]
+        return [owner.module.register_forward_hook(_after_rule(owner, calls), with_kwargs=True, prepend=True)]
     entries: list[_Entry] = []
     return [
-        duty.module.register_forward_pre_hook(_before_any(entries), with_kwargs=True, prepend=True),
-        duty.module.register_forward_hook(_after_any(duty, calls, entries), with_kwargs=True),
+        owner.module.register_forward_pre_hook(_before_any(entries), with_kwargs=True, prepend=True),
+        owner.module.register_forward_hook(_after_any(owner, calls, entries), with_kwargs=True),
     ]
 
 
@@ -103,15 +103,15 @@ class _Entry:
     versions: list[tuple[Tensor, int]]
 
 
-def _after_rule(duty: Duty, calls: list[Call]) -> Callable[..., Any]:
+def _after_rule(owner: ParameterOwner, calls: list[CapturedCall]) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
         if not output.requires_grad:
             return None
         # Writing into a view in place cuts the old node out of the graph, so a view is copied first.
         seen = output.clone() if output._is_view() else output
         inputs = (args[0] if args else kwargs.get("input", next(iter(kwargs.values()))),)
-        call = _record(duty, _Entry(inputs, {}, _versions(inputs)), [seen])
-        if getattr(duty.module, "keeps_output", False):
+        call = _record(owner, _Entry(inputs, {}, _versions(inputs)), [seen])
+        if getattr(owner.module, "keeps_output", False):
             call.y = seen.detach()
             call.versions.append((seen, seen._version))  # overwritten later, it would say something else
         calls.append(call)
@@ -120,14 +120,14 @@ def _after_rule(duty: Duty, calls: list[Call]) -> Callable[..., Any]:
     return hook
 
 
-def _before_per_row(duty: Duty, calls: list[Call]) -> Callable[..., Any]:
+def _before_per_row(owner: ParameterOwner, calls: list[CapturedCall]) -> Callable[..., Any]:
     """Give the module its parameters once for each row: the loss's gradient at these is each row's own."""
-    wanted = {name for target in duty.targets for name in target.names}
+    wanted = {name for target in owner.targets for name in target.names}
 
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         per_row: dict[str, Tensor] = module.per_row(args[0].shape[0])
         mine = {name: rows for name, rows in per_row.items() if name in wanted}
-        call = _record(duty, _Entry(args[:1], {}, _versions(args[:1])), list(mine.values()))
+        call = _record(owner, _Entry(args[:1], {}, _versions(args[:1])), list(mine.values()))
         call.names = tuple(mine)
         calls.append(call)
         return args, {**kwargs, "per_row": per_row}
@@ -142,7 +142,7 @@ def _before_any(entries: list[_Entry]) -> Callable[..., Any]:
     return hook
 
 
-def _after_any(duty: Duty, calls: list[Call], entries: list[_Entry]) -> Callable[..., Any]:
+def _after_any(owner: ParameterOwner, calls: list[CapturedCall], entries: list[_Entry]) -> Callable[..., Any]:
     def hook(_: nn.Module, __: tuple[Any, ...], ___: dict[str, Any], output: Any) -> Any:
         entry = entries.pop()
         leaves, structure = tree_flatten(output)
@@ -150,17 +150,17 @@ def _after_any(duty: Duty, calls: list[Call], entries: list[_Entry]) -> Callable
             return None
         # Copies keep the outputs apart: otherwise one output's gradient would include its use inside another.
         leaves = [leaf.clone() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves]
-        calls.append(_record(duty, entry, leaves))
+        calls.append(_record(owner, entry, leaves))
         return tree_unflatten(leaves, structure)
 
     return hook
 
 
-def _record(duty: Duty, entry: _Entry, leaves: list[Any]) -> Call:
+def _record(owner: ParameterOwner, entry: _Entry, leaves: list[Any]) -> CapturedCall:
     outputs = [leaf if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in leaves]
     edges = [get_gradient_edge(output) for output in outputs if output is not None]
     shapes = [None if output is None else output.shape for output in outputs]
-    return Call(duty, entry.args, entry.kwargs, shapes, edges, entry.versions)
+    return CapturedCall(owner, entry.args, entry.kwargs, shapes, edges, entry.versions)
 
 
 def _versions(values: Any) -> list[tuple[Tensor, int]]:
@@ -175,39 +175,39 @@ _ELSEWHERE: Final = 0
 
 @final
 @dataclass(frozen=True)
-class Layout:
+class BatchAxes:
     """One call's inputs and outputs, flattened."""
 
     inputs: tuple[Place, ...]
     outputs: tuple[Place, ...]
 
 
-Layouts = Mapping[str, tuple[Layout, ...]]
-"""By module name, the layout of each of its calls in a forward pass."""
+AxesByModule = Mapping[str, tuple[BatchAxes, ...]]
+"""By module name, the axes of each of its calls in a forward pass."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Shapes:
+class CallShapes:
     """What is left of a call when its tensors are gone: a large model's would fill the memory.
 
     ``reached`` says of each output whether the loss depends on it; empty where nobody looked.
     """
 
-    duty: Duty
+    owner: ParameterOwner
     inputs: tuple[torch.Size | None, ...]
     outputs: tuple[torch.Size | None, ...]
     reached: tuple[bool, ...]
 
     @staticmethod
-    def of(call: Call) -> Shapes:
+    def from_call(call: CapturedCall) -> CallShapes:
         """The shapes of one call."""
         reached = tuple(gradient is not None for gradient in call.gradients)
-        return Shapes(call.duty, tuple(_input_shapes(call)), tuple(call.outputs), reached)
+        return CallShapes(call.owner, tuple(_input_shapes(call)), tuple(call.outputs), reached)
 
 
-def compare(small: Shapes, large: Shapes, *, rows: tuple[int, int]) -> Layout | None:
-    """The layout that explains both calls, or ``None`` if rows are not in front everywhere they matter.
+def compare(small: CallShapes, large: CallShapes, *, rows: tuple[int, int]) -> BatchAxes | None:
+    """The axes that explains both calls, or ``None`` if rows are not in front everywhere they matter.
 
     They matter in all inputs, and in the outputs on which the loss depends: ``small`` knows which.
     """
@@ -217,16 +217,16 @@ def compare(small: Shapes, large: Shapes, *, rows: tuple[int, int]) -> Layout | 
     inputs, outputs = (tuple(_place(a, b, rows) for a, b in zip(*pair, strict=True)) for pair in shapes)
     seen = [place for place, reached in zip(outputs, small.reached, strict=False) if reached]
     fits = _ELSEWHERE not in inputs and all(seen)
-    if small.duty.rule is not None:
+    if small.owner.rule is not None:
         fits = fits and inputs[0] == outputs[0]
-    return Layout(inputs, outputs) if fits else None
+    return BatchAxes(inputs, outputs) if fits else None
 
 
-def check(call: Call, layout: Layout, rows: int) -> None:
-    """Refuse a call whose shapes are not those of its layout at this number of rows."""
+def check(call: CapturedCall, axes: BatchAxes, rows: int) -> None:
+    """Refuse a call whose shapes are not those of its axes at this number of rows."""
     shapes = [*_input_shapes(call), *call.outputs]
-    places = [*layout.inputs, *layout.outputs]
-    matter = [True] * len(layout.inputs) + [gradient is not None for gradient in call.gradients]
+    places = [*axes.inputs, *axes.outputs]
+    matter = [True] * len(axes.inputs) + [gradient is not None for gradient in call.gradients]
     fits = len(shapes) == len(places) == len(matter) and all(
         _fits(shape, place, rows) for shape, place, it_does in zip(shapes, places, matter, strict=True) if it_does
     )
@@ -234,10 +234,10 @@ def check(call: Call, layout: Layout, rows: int) -> None:
         raise unexpected(call)
 
 
-def unexpected(call: Call) -> PrivacyError:
+def unexpected(call: CapturedCall) -> PrivacyError:
     """The error for a call that the model did not make when it was checked."""
     return PrivacyError(
-        f"{call.duty.label} was called differently than when the model was checked, so the rows of its units are not "
+        f"{call.owner.label} was called differently than when the model was checked, so the rows of its units are not "
         "known. Make the model's control flow independent of its inputs' values."
     )
 
@@ -246,7 +246,7 @@ def _fits(shape: torch.Size | None, place: Place, rows: int) -> bool:
     return place is None or (shape is not None and len(shape) > 0 and shape[0] == place * rows != 0)
 
 
-def _input_shapes(call: Call) -> list[torch.Size | None]:
+def _input_shapes(call: CapturedCall) -> list[torch.Size | None]:
     leaves = tree_leaves((call.args, call.kwargs))
     return [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
 

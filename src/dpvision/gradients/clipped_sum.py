@@ -2,7 +2,7 @@
 
 The clipped sum of per-unit gradients: one forward, one backward, exact.
 
-Shapes: U units, R rows per unit.
+CallShapes: U units, R rows per unit.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from dpvision.config import Performance
 from dpvision.errors import PrivacyError, Problems
 from dpvision.gradients.fast import SkinnyLinear, held_through_step
-from dpvision.gradients.layer_gradient import Finish, Share
-from dpvision.gradients.ownership import duties_of, trainable
+from dpvision.gradients.layer_gradient import Finish, LayerGradient
+from dpvision.gradients.ownership import parameter_owners, trainable_parameters
 from dpvision.gradients.per_unit import LossFunction, UnitGradients, unit_gradients
 from dpvision.gradients.plan import Plan, plan_for
 from dpvision.gradients.refusals import movement
-from dpvision.gradients.synthetic_batch import same_attributes, stored
+from dpvision.gradients.synthetic_batch import attributes_restored, model_state
 from dpvision.kernels.memory import GivingBack, give_back_freed_memory
-from dpvision.privacy.clipping import Clip
+from dpvision.privacy.clipping import Clipper
 from dpvision.privacy.mechanism import Clipping
 from dpvision.privacy.values import Batch, ClippedSum, Microbatch, Sampling
 
 
 @final
-class Totals:
+class Accumulator:
     """One running sum a parameter.
 
     Float64, because rounding in a long float32 sum could let one unit move it by more than the clip norm.
@@ -44,20 +44,25 @@ class Totals:
 
     @torch.no_grad()
     def add(
-        self, shares: dict[nn.Parameter, Share], factors: Mapping[nn.Parameter, Tensor], dead_U: Tensor | None
+        self,
+        layer_gradients: dict[nn.Parameter, LayerGradient],
+        factors: Mapping[nn.Parameter, Tensor],
+        nonfinite_U: Tensor | None,
     ) -> None:
-        """Add one micro-batch: every unit's gradient times its factors, those marked in ``dead_U`` left out.
+        """Add one micro-batch: every unit's gradient times its factors, those marked in ``nonfinite_U`` left out.
 
-        It takes the shares out of ``shares``: what one holds is gone before the next one is added, and all of it before
-        the next micro-batch is run.
+        Takes the entries out of ``layer_gradients``, so that the memory of one is free before the next is added, and
+        all of it before the next micro-batch runs.
         """
-        for parameter in list(shares):
-            share, is_new = shares.pop(parameter), parameter not in self._finish
+        for parameter in list(layer_gradients):
+            layer_gradient, is_new = layer_gradients.pop(parameter), parameter not in self._finish
             if is_new:
                 # The first micro-batch's will do: it depends on weights alone, which are the same for all of them.
-                self._finish[parameter] = share.finish
-            self._sums[parameter] = share.add_weighted_sum(self._sums.get(parameter), factors[parameter], dead_U)
-            del share
+                self._finish[parameter] = layer_gradient.finish
+            self._sums[parameter] = layer_gradient.add_weighted_sum(
+                self._sums.get(parameter), factors[parameter], nonfinite_U
+            )
+            del layer_gradient
             if is_new:
                 self._giving_back.replaced(self._sums[parameter].nbytes)
 
@@ -93,7 +98,7 @@ def clipped_sum(
     """The sum over units of their gradients, each scaled to at most ``clip_norm``; the model stays as it was.
 
     ``clipping`` says how: "flat" scales a gradient that is too long down, "automatic" brings every gradient to nearly
-    ``clip_norm``, "per_layer" scales each layer's part down to its even share of it.
+    ``clip_norm``, "per_layer" scales each layer's part down to its even layer_gradient of it.
     Rows ``u * rows_per_unit`` and following belong to unit u; a unit's loss is the mean over its rows.
 
     Guarantee: adding or removing one unit moves the result by at most ``clip_norm`` in L2. A unit whose gradient is
@@ -109,7 +114,7 @@ def clipped_sum(
     clipped = clipped_sum_of_batch(
         model, loss_fn, batch, clip_norm=clip_norm, clipping=clipping, performance=performance
     )
-    dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
+    dtypes = {name: parameter.dtype for name, parameter in trainable_parameters(model).items()}
     return ClippedSum({name: value.to(dtypes[name]) for name, value in clipped.gradients.items()}, clip_norm)
 
 
@@ -126,13 +131,13 @@ def clipped_sum_of_batch(
 
     Guarantee: as ``clipped_sum``; the result does not depend on the micro-batch size beyond rounding.
     """
-    parameters = trainable(model)
-    clip, totals = Clip.of(parameters, clip_norm=clip_norm, clipping=clipping), Totals()
+    parameters = trainable_parameters(model)
+    clip, totals = Clipper.for_parameters(parameters, clip_norm=clip_norm, clipping=clipping), Accumulator()
     each = _each_microbatch(model, loss_fn, batch, performance)
     with _unmoved(model), performance.chosen_kernels(), closing(each):
         for microbatch, found in each:
             real_U = microbatch.row_weights_UR.ne(0).any(1)
-            totals.add(found.shares, *clip.factors(found.shares, real_U))
+            totals.add(found.layer_gradients, *clip.factors(found.layer_gradients, real_U))
     return ClippedSum(totals.gradients(parameters), clip_norm, disposable=True)
 
 
@@ -143,13 +148,13 @@ def unclipped_sum_of_batch(
 
     It shows what clipping costs, and nothing that protects anybody may be built on it.
     """
-    totals = Totals()
+    totals = Accumulator()
     each = _each_microbatch(model, loss_fn, batch, performance)
     with _unmoved(model), performance.chosen_kernels(), closing(each):
         for microbatch, found in each:
             ones_U = microbatch.row_weights_UR.ne(0).any(1).to(torch.float64)
-            totals.add(found.shares, dict.fromkeys(found.shares, ones_U), None)
-    return totals.gradients(trainable(model))
+            totals.add(found.layer_gradients, dict.fromkeys(found.layer_gradients, ones_U), None)
+    return totals.gradients(trainable_parameters(model))
 
 
 def _each_microbatch(
@@ -161,11 +166,11 @@ def _each_microbatch(
         return
     plan = plan_for(model, loss_fn, first, performance)
     network = plan.network(model)
-    duties = duties_of(network, plan.exceptions)
+    owners = parameter_owners(network, plan.overrides)
     with held_through_step(network):
         for index, microbatch in enumerate(batch.microbatches(_microbatch_size(plan, network, first, performance))):
             arranged = plan.arranged(microbatch)
-            found = unit_gradients(network, loss_fn, arranged, duties, plan.layouts)
+            found = unit_gradients(network, loss_fn, arranged, owners, plan.axes_by_module)
             if index == 0 and _is_large(model):
                 give_back_freed_memory()  # the sums come next, and do not fit where activations were
             yield arranged, found
@@ -183,12 +188,12 @@ def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performan
     memory, unit = performance.memory_mib * 2**20, max(1, plan.bytes_per_unit)
     # One unit at a time would leave threads idle and pay every layer's fixed cost: a few may take more, and as much as
     # the sums that they are added to.
-    sums = 8 * sum(parameter.numel() for parameter in trainable(network).values())  # of float64
+    sums = 8 * sum(parameter.numel() for parameter in trainable_parameters(network).values())  # of float64
     fitting = max(memory // unit, min(_FEW, max(4 * memory, sums) // unit))
     # Every micro-batch reads all weights and sums again: where they are large beside it, it may be twice as large.
     if _EVEN * unit <= min(2 * memory, 3 * sums):
         fitting = max(fitting, _EVEN)
-    # Whole multiples of eight, or of two, share evenly among threads.
+    # Whole multiples of eight, or of two, layer_gradient evenly among threads.
     # What a model works with between its layers is not counted, and may be much for pictures (a scattering transform).
     most = _MOST_FEATURE_ROWS if like.inputs.dim() == 2 or _only_linear(network) else _MOST_PICTURES
     even = _EVEN if fitting >= _EVEN else 2 if fitting >= 2 else 1
@@ -204,10 +209,10 @@ def _only_linear(network: nn.Module) -> bool:
 @contextmanager
 def _unmoved(model: nn.Module) -> Iterator[None]:
     """Leave no trace in the model, and refuse to return a sum if the pass wrote into a buffer or a parameter."""
-    before = {name: (id(tensor), tensor._version) for name, tensor in stored(model)}
-    with same_attributes(model):
+    before = {name: (id(tensor), tensor._version) for name, tensor in model_state(model)}
+    with attributes_restored(model):
         yield
-        moved = [name for name, tensor in stored(model) if before.get(name) != (id(tensor), tensor._version)]
+        moved = [name for name, tensor in model_state(model) if before.get(name) != (id(tensor), tensor._version)]
     if moved:
         raise PrivacyError(movement(moved))
 

@@ -18,7 +18,7 @@ _TOLERANCE: Final = 1e-3
 
 
 @contextmanager
-def quick_forward(model: nn.Module, rows: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
+def fused_forward(model: nn.Module, rows: Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
     """What to call inside the block instead of the model, whose weights must stay as they are meanwhile.
 
     The model is in evaluation mode. ``rows`` are a few of its inputs, on which the fast layers must agree with it.

@@ -19,7 +19,7 @@ Finish = Callable[[Tensor], Tensor]
 """A linear map that depends on weights alone, so that it can wait until all units are added up."""
 
 
-class Share(ABC):
+class LayerGradient(ABC):
     """A parameter's gradient for every unit, held in whatever form is cheapest."""
 
     @abstractmethod
@@ -30,15 +30,15 @@ class Share(ABC):
         """
 
     @abstractmethod
-    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
-        """The sum of ``factor_U[u]`` times unit u's gradient; units marked in ``dead_U`` are left out, NaN or not.
+    def weighted_sum(self, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
+        """The sum of ``factor_U[u]`` times unit u's gradient; units marked in ``nonfinite_U`` are left out, NaN or not.
 
         ``finish`` turns it, or a sum of such sums over micro-batches, into the parameter's gradient.
         """
 
-    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
         """``weighted_sum`` added to a running sum in float64, which ``total`` was until now; none yet is zero."""
-        return _added_to(total, self.weighted_sum(factor_U, dead_U))
+        return _added_to(total, self.weighted_sum(factor_U, nonfinite_U))
 
     @property
     def finish(self) -> Finish:
@@ -59,7 +59,7 @@ class Share(ABC):
 
 
 @final
-class Kept(Share):
+class MaterialisedGradient(LayerGradient):
     """Per-unit gradients that exist in memory."""
 
     def __init__(self, gradient: Tensor) -> None:
@@ -75,17 +75,17 @@ class Kept(Share):
             self._norms_sq_U = sum_of_squares(self._gradient)
         return self._norms_sq_U
 
-    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+    def weighted_sum(self, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
         gradient_UD = self._gradient.reshape(self._gradient.shape[0], -1)
-        if dead_U is not None:
-            gradient_UD = gradient_UD.masked_fill(dead_U[:, None], 0.0)
+        if nonfinite_U is not None:
+            gradient_UD = gradient_UD.masked_fill(nonfinite_U[:, None], 0.0)
         return (factor_U.to(gradient_UD.dtype) @ gradient_UD).view(self._gradient.shape[1:])
 
-    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
         so_far = self._gradient.new_zeros(self._gradient.shape[1:], dtype=torch.float64) if total is None else total
         if not accumulate.takes(so_far, self._gradient):
-            return super().add_weighted_sum(total, factor_U, dead_U)
-        accumulate.add_weighted(so_far, self._gradient, without_dead(factor_U, dead_U))
+            return super().add_weighted_sum(total, factor_U, nonfinite_U)
+        accumulate.add_weighted(so_far, self._gradient, without_nonfinite(factor_U, nonfinite_U))
         return so_far
 
     def per_unit(self) -> Tensor:
@@ -105,14 +105,14 @@ def _added_to(total: Tensor | None, part: Tensor) -> Tensor:
     return total
 
 
-def added(shares: list[Share]) -> Share:
+def added(layer_gradients: list[LayerGradient]) -> LayerGradient:
     """One parameter's gradient over all calls that used it: added before any norm is taken."""
-    if len(shares) == 1:
-        return shares[0]
-    total = shares[0].per_unit()
-    for share in shares[1:]:
-        total = total + share.per_unit()
-    return Kept(total)
+    if len(layer_gradients) == 1:
+        return layer_gradients[0]
+    total = layer_gradients[0].per_unit()
+    for layer_gradient in layer_gradients[1:]:
+        total = total + layer_gradient.per_unit()
+    return MaterialisedGradient(total)
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
@@ -181,11 +181,11 @@ def sum_over_space(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.flatten(2).sum(2)
 
 
-def without_dead(x: Tensor, dead_U: Tensor | None) -> Tensor:
+def without_nonfinite(x: Tensor, nonfinite_U: Tensor | None) -> Tensor:
     """``x`` (rows first) with every row of a dead unit set to exactly zero, whatever it held."""
-    if dead_U is None:
+    if nonfinite_U is None:
         return x
-    dead_N = dead_U.repeat_interleave(x.shape[0] // dead_U.shape[0])
+    dead_N = nonfinite_U.repeat_interleave(x.shape[0] // nonfinite_U.shape[0])
     return x.masked_fill(dead_N.view(-1, *[1] * (x.dim() - 1)), 0.0)
 
 

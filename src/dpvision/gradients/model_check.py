@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dpvision.errors import ArgumentError, PrivacyError
-from dpvision.gradients.ownership import duties_of, label_of, trainable
+from dpvision.gradients.ownership import module_label, parameter_owners, trainable_parameters
 from dpvision.gradients.per_unit import LossFunction, row_losses, unit_gradients
-from dpvision.gradients.plan import search
+from dpvision.gradients.plan import find_plan
 from dpvision.gradients.refusals import BY_ROW_LOSS, LOSS, listed
-from dpvision.gradients.separability import mixing_place
-from dpvision.gradients.synthetic_batch import repeated, restored, same_draws
+from dpvision.gradients.separability import find_mixing
+from dpvision.gradients.synthetic_batch import model_restored, repeat_units, repeatable_randomness
 from dpvision.privacy.values import Microbatch
 
 _MOST_UNITS = 4
@@ -41,7 +41,7 @@ class Finding:
         return f"{self.module}: {self.problem}. {self.remedy}"
 
 
-def preflight(
+def check_model(
     model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor, *, rows_per_unit: int = 1
 ) -> list[Finding]:
     """Everything found at once: mixing units, moving buffers, wrong gradients, unsplit losses, idle parameters.
@@ -51,7 +51,7 @@ def preflight(
     rows = _rows(inputs, targets, rows_per_unit)
     idle = list(_idle_parameters(model))
     try:
-        with torch.no_grad(), restored(model) as moved, same_draws(inputs.device):
+        with torch.no_grad(), model_restored(model) as moved, repeatable_randomness(inputs.device):
             state = torch.get_rng_state()
             losses = row_losses(model, loss_fn, rows)
             drew = not torch.equal(state, torch.get_rng_state())
@@ -65,7 +65,7 @@ def preflight(
         return [*findings, _fatal("the model", problem, "Check its weights and inputs.")]
     mixing = list(_mixing(model, loss_fn, rows))
     findings += mixing
-    if not mixing and trainable(model):
+    if not mixing and trainable_parameters(model):
         findings += _gradients(model, loss_fn, rows, drew=drew)
         findings += _unused(model, loss_fn, rows)
     return findings
@@ -75,7 +75,7 @@ def require_private_ready(
     model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor, *, rows_per_unit: int = 1
 ) -> list[Finding]:
     """The findings that are not fatal. Raises PrivacyError naming all that are."""
-    findings = preflight(model, loss_fn, inputs, targets, rows_per_unit=rows_per_unit)
+    findings = check_model(model, loss_fn, inputs, targets, rows_per_unit=rows_per_unit)
     fatal = [str(finding) for finding in findings if finding.fatal]
     if fatal:
         raise PrivacyError(f"the model is not ready for private training: {' '.join(fatal)}")
@@ -92,17 +92,17 @@ def _rows(inputs: Tensor, targets: Tensor, rows_per_unit: int) -> Microbatch:
         )
     weights = torch.ones(units, rows_per_unit, device=inputs.device)
     given = Microbatch(inputs[: units * rows_per_unit], targets[: units * rows_per_unit], weights)
-    return repeated(given, units=max(2, min(units, _MOST_UNITS)))
+    return repeat_units(given, units=max(2, min(units, _MOST_UNITS)))
 
 
 def _idle_parameters(model: nn.Module) -> Iterator[Finding]:
-    if not trainable(model):
+    if not trainable_parameters(model):
         yield _fatal("the model", "has no trainable parameter", "Set requires_grad on those that should learn.")
     for name, module in model.named_modules():
         frozen = [own for own, parameter in module.named_parameters(recurse=False) if not parameter.requires_grad]
         if frozen:
             problem = f"frozen, stays as it is: {', '.join(frozen)}"
-            yield Finding(module=label_of(name, module), problem=problem, remedy="Nothing, if meant.", fatal=False)
+            yield Finding(module=module_label(name, module), problem=problem, remedy="Nothing, if meant.", fatal=False)
 
 
 def _moving(model: nn.Module, moved: list[str]) -> Iterator[Finding]:
@@ -114,18 +114,18 @@ def _moving(model: nn.Module, moved: list[str]) -> Iterator[Finding]:
     for owner, names in by_module.items():
         problem = f"a forward pass moves {', '.join(names)}, which would be released without noise"
         remedy = "Use a module without running statistics, or put it into evaluation mode."
-        yield _fatal(label_of(owner, modules[owner]), problem, remedy)
+        yield _fatal(module_label(owner, modules[owner]), problem, remedy)
 
 
 def _mixing(model: nn.Module, loss_fn: LossFunction, rows: Microbatch) -> Iterator[Finding]:
-    place = mixing_place(model, loss_fn, rows)
+    place = find_mixing(model, loss_fn, rows)
     if place is None:
         return
     if place == LOSS:
         problem = "mixes units: one unit's loss depends on another unit's row, so clipping bounds nothing"
         yield _fatal(LOSS, problem, BY_ROW_LOSS)
         return
-    named = [label_of(name, module) for name, module in model.named_modules() if _uses_batch_statistics(module)]
+    named = [module_label(name, module) for name, module in model.named_modules() if _uses_batch_statistics(module)]
     for label in dict.fromkeys([place, *named]):
         yield _fatal(label, "mixes units: one unit's output depends on another unit's input", _BY_ROW)
 
@@ -135,15 +135,17 @@ def _uses_batch_statistics(module: nn.Module) -> bool:
 
 
 def _gradients(model: nn.Module, loss_fn: LossFunction, rows: Microbatch, *, drew: bool) -> Iterator[Finding]:
-    """Compare every parameter's gradient with that of a unit by itself, in float64 where the model has such a twin."""
-    two = repeated(rows, units=2)
-    twin, twin_rows = _float64_twin(model, loss_fn, two)
+    """Compare every parameter's gradient with that of a unit by itself, in float64 where the model allows it."""
+    two = repeat_units(rows, units=2)
+    double, double_rows = _float64_copy(model, loss_fn, two)
     try:
-        found = search(twin, loss_fn, twin_rows, evaluate=drew)
+        found = find_plan(double, loss_fn, double_rows, evaluate=drew)
         if drew:
             # Drawing inside a module that must be run again shows only when it draws.
-            with restored(model), same_draws(rows.inputs.device):
-                unit_gradients(model, loss_fn, two, duties_of(model, found.plan.exceptions), found.plan.layouts)
+            with model_restored(model), repeatable_randomness(rows.inputs.device):
+                unit_gradients(
+                    model, loss_fn, two, parameter_owners(model, found.plan.overrides), found.plan.axes_by_module
+                )
     except (PrivacyError, RuntimeError) as error:
         yield _fatal("the model", *_parts(error))
         return
@@ -157,8 +159,8 @@ def _gradients(model: nn.Module, loss_fn: LossFunction, rows: Microbatch, *, dre
 
 
 def _unused(model: nn.Module, loss_fn: LossFunction, rows: Microbatch) -> Iterator[Finding]:
-    parameters = trainable(model)
-    with torch.enable_grad(), restored(model), same_draws(rows.inputs.device):
+    parameters = trainable_parameters(model)
+    with torch.enable_grad(), model_restored(model), repeatable_randomness(rows.inputs.device):
         losses = row_losses(model, loss_fn, rows)
     if losses.requires_grad:
         gradients = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
@@ -172,16 +174,16 @@ def _unused(model: nn.Module, loss_fn: LossFunction, rows: Microbatch) -> Iterat
             yield Finding(module=owners[name], problem=problem, remedy="Use it, freeze it or remove it.", fatal=False)
 
 
-def _float64_twin(model: nn.Module, loss_fn: LossFunction, rows: Microbatch) -> tuple[nn.Module, Microbatch]:
+def _float64_copy(model: nn.Module, loss_fn: LossFunction, rows: Microbatch) -> tuple[nn.Module, Microbatch]:
     """A copy in float64 with its rows, or the model itself where it can't be copied or does not run in float64."""
     doubled = Microbatch(_doubled(rows.inputs), _doubled(rows.targets), rows.row_weights_UR)
     try:
-        twin = copy.deepcopy(model).double()
-        with torch.no_grad(), same_draws(rows.inputs.device), restored(twin):
-            row_losses(twin, loss_fn, doubled)
+        double = copy.deepcopy(model).double()
+        with torch.no_grad(), repeatable_randomness(rows.inputs.device), model_restored(double):
+            row_losses(double, loss_fn, doubled)
     except (RuntimeError, TypeError, NotImplementedError):
         return model, rows
-    return twin, doubled
+    return double, doubled
 
 
 def _doubled(x: Tensor) -> Tensor:
@@ -192,7 +194,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Parameter names and how messages call the modules that own them."""
     for name, module in model.named_modules():
         for own, _ in module.named_parameters(recurse=False):
-            yield (f"{name}.{own}" if name else own), label_of(name, module)
+            yield (f"{name}.{own}" if name else own), module_label(name, module)
 
 
 def _fatal(module: str, problem: str, remedy: str) -> Finding:

@@ -12,9 +12,9 @@ from dpvision.config import Performance
 from dpvision.errors import ArgumentError, PrivacyError, Problems
 from dpvision.gradients.clipped_sum import unclipped_sum_of_batch
 from dpvision.gradients.fast.fused_conv import Winograd
-from dpvision.gradients.ownership import trainable
+from dpvision.gradients.ownership import trainable_parameters
 from dpvision.gradients.per_unit import LossFunction, row_losses
-from dpvision.gradients.plan import Plan, plan_for, signature_of
+from dpvision.gradients.plan import Plan, plan_for, plan_key
 from dpvision.privacy.values import Batch, Microbatch
 
 _UNITS: Final = 128
@@ -37,7 +37,9 @@ def ordinary_gradient(
         totals = unclipped_sum_of_batch(model, loss_fn, batch, performance=performance)
     else:
         totals = _by_autograd(model, loss_fn, batch, performance)
-    return {name: (totals[name] / divisor).to(parameter.dtype) for name, parameter in trainable(model).items()}
+    return {
+        name: (totals[name] / divisor).to(parameter.dtype) for name, parameter in trainable_parameters(model).items()
+    }
 
 
 def fast_plan(model: nn.Module, loss_fn: LossFunction, like: Microbatch, performance: Performance) -> Plan | None:
@@ -45,7 +47,7 @@ def fast_plan(model: nn.Module, loss_fn: LossFunction, like: Microbatch, perform
 
     A refusal is remembered as a plan is: finding it out takes several passes.
     """
-    signature = signature_of(model, loss_fn, like, performance)
+    signature = plan_key(model, loss_fn, like, performance)
     if _REFUSED.get(model) == signature:
         return None
     try:
@@ -55,12 +57,12 @@ def fast_plan(model: nn.Module, loss_fn: LossFunction, like: Microbatch, perform
     except (PrivacyError, RuntimeError, ValueError):
         _REFUSED[model] = signature
         return None  # units may mix here: autograd takes any model, and says itself what it can't compute
-    layers = () if plan.twin is None else plan.twin.modules()
+    layers = () if plan.fused_copy is None else plan.fused_copy.modules()
     return plan if any(isinstance(layer, Winograd) for layer in layers) else None
 
 
 def _by_autograd(model: nn.Module, loss_fn: LossFunction, batch: Batch, performance: Performance) -> dict[str, Tensor]:
-    parameters = trainable(model)
+    parameters = trainable_parameters(model)
     totals = {name: torch.zeros_like(parameter.detach()) for name, parameter in parameters.items()}
     for microbatch in batch.microbatches(performance.microbatch_size or _UNITS):
         with torch.enable_grad():

@@ -13,7 +13,7 @@ from dpvision.gradients.rules import Rule, rule_for
 
 @final
 @dataclass(frozen=True)
-class Exceptions:
+class OwnershipOverrides:
     """Where the usual division of work, each module for its own parameters, does not hold for a model.
 
     ``moved`` gives a parameter's name and the module above its owners that answers for it wholly; ``looped`` names
@@ -35,7 +35,7 @@ class Target:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Duty:
+class ParameterOwner:
     """A module whose calls are captured, and the parameters whose gradients come out of them."""
 
     name: str
@@ -47,37 +47,37 @@ class Duty:
     @property
     def label(self) -> str:
         """How messages call the module."""
-        return label_of(self.name, self.module)
+        return module_label(self.name, self.module)
 
 
-def label_of(name: str, module: nn.Module) -> str:
+def module_label(name: str, module: nn.Module) -> str:
     """How messages call a module."""
     return f"{name or 'the model itself'} ({type(module).__name__})"
 
 
-def duties_of(model: nn.Module, exceptions: Exceptions) -> tuple[Duty, ...]:
-    """Every module answers for the trainable parameters it owns itself, but for the exceptions."""
-    names = {parameter: name for name, parameter in trainable(model).items()}
-    duties: list[Duty] = []
+def parameter_owners(model: nn.Module, overrides: OwnershipOverrides) -> tuple[ParameterOwner, ...]:
+    """Every module answers for the trainable parameters it owns itself, but for the overrides."""
+    names = {parameter: name for name, parameter in trainable_parameters(model).items()}
+    owners: list[ParameterOwner] = []
     for name, module in model.named_modules():
         own = _names_by_parameter(module, recurse=False)
-        targets = [Target(p, aliases) for p, aliases in own.items() if names[p] not in exceptions.moved]
-        whole = [parameter for parameter, home in exceptions.moved.items() if home == name]
+        targets = [Target(p, aliases) for p, aliases in own.items() if names[p] not in overrides.moved]
+        whole = [parameter for parameter, home in overrides.moved.items() if home == name]
         if whole:
             below = _names_by_parameter(module, recurse=True)
             targets += [Target(p, aliases) for p, aliases in below.items() if names[p] in whole]
         if targets:
             rule = None if whole else rule_for(module)
-            duties.append(Duty(name, module, tuple(targets), rule, name in exceptions.looped))
-    return tuple(duties)
+            owners.append(ParameterOwner(name, module, tuple(targets), rule, name in overrides.looped))
+    return tuple(owners)
 
 
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that training moves, by name, shared ones once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def places(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+def parameter_places(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """Every place that holds a parameter, once: tied parameters appear for each place, shared modules only once.
 
     These are the names that ``functional_call`` can safely be given with ``tie_weights=False``. Told of one place under
@@ -91,7 +91,7 @@ def places(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, nn
 
 def _names_by_parameter(module: nn.Module, *, recurse: bool) -> dict[nn.Parameter, tuple[str, ...]]:
     names: dict[nn.Parameter, tuple[str, ...]] = {}
-    for name, parameter in places(module, recurse=recurse):
+    for name, parameter in parameter_places(module, recurse=recurse):
         if parameter.requires_grad:
             names[parameter] = (*names.get(parameter, ()), name)
     return names

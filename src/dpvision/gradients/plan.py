@@ -21,15 +21,22 @@ from dpvision import kernels as native
 from dpvision.config import Performance
 from dpvision.errors import ArgumentError, DPVisionError, PrivacyError
 from dpvision.gradients import batch_axes
-from dpvision.gradients.batch_axes import Layout, Layouts, Shapes, backpropagate, captured
+from dpvision.gradients.batch_axes import AxesByModule, BatchAxes, CallShapes, backpropagate, capture_calls
 from dpvision.gradients.fast import fast_twin, frozen_values
 from dpvision.gradients.fast.weight_cache import held_through_step
-from dpvision.gradients.layer_gradient import Share
-from dpvision.gradients.ownership import Duty, Exceptions, duties_of, trainable
+from dpvision.gradients.layer_gradient import LayerGradient
+from dpvision.gradients.ownership import OwnershipOverrides, ParameterOwner, parameter_owners, trainable_parameters
 from dpvision.gradients.per_unit import LossFunction, UnitGradients, row_losses, unit_gradients, with_channels_last
 from dpvision.gradients.refusals import mixture, movement, not_alone, wrong_gradients
-from dpvision.gradients.separability import mixing_place, suspected_place
-from dpvision.gradients.synthetic_batch import evaluation_mode, only_unit, probe_like, repeated, restored, same_draws
+from dpvision.gradients.separability import find_mixing, suspect_mixing
+from dpvision.gradients.synthetic_batch import (
+    evaluation_mode,
+    model_restored,
+    repeat_units,
+    repeatable_randomness,
+    single_unit,
+    synthetic_batch,
+)
 from dpvision.kernels.memory import give_back_freed_memory
 from dpvision.privacy.values import Microbatch
 
@@ -46,15 +53,15 @@ _NOTHING: Final = 1e-15
 class Plan:
     """What is run, who answers for which parameter, where the rows are, and what a unit needs in memory."""
 
-    exceptions: Exceptions
-    layouts: Layouts
+    overrides: OwnershipOverrides
+    axes_by_module: AxesByModule
     bytes_per_unit: int
     channels_last: bool
-    twin: nn.Module | None = None
+    fused_copy: nn.Module | None = None
 
     def network(self, model: nn.Module) -> nn.Module:
-        """What is run in the model's place: its fast twin with the same parameters, or the model itself."""
-        return model if self.twin is None else self.twin
+        """What is run in the model's place: its fast fused_copy with the same parameters, or the model itself."""
+        return model if self.fused_copy is None else self.fused_copy
 
     def arranged(self, microbatch: Microbatch) -> Microbatch:
         """The micro-batch in the memory format of the plan."""
@@ -63,7 +70,7 @@ class Plan:
 
 @final
 @dataclass(frozen=True)
-class Found:
+class CheckedPlan:
     """The best plan, the parameters that it gets wrong, and whether there were finite numbers to tell."""
 
     plan: Plan
@@ -71,34 +78,34 @@ class Found:
     proved: bool
 
 
-def search(
+def find_plan(
     model: nn.Module,
     loss_fn: LossFunction,
-    probe: Microbatch,
+    synthetic: Microbatch,
     *,
     evaluate: bool,
     channels_last: bool = True,
-    twin: nn.Module | None = None,
-) -> Found:
+    fused_copy: nn.Module | None = None,
+) -> CheckedPlan:
     """Find a plan whose gradients are those of single units; in evaluation mode for a model that draws.
 
-    ``twin`` is tried first, and used only if it gives these very gradients.
+    ``fused_copy`` is tried first, and used only if it gives these very gradients.
     """
-    with restored(model), same_draws(probe.inputs.device), evaluation_mode(model, when=evaluate):
-        _shapes(model, loss_fn, probe, duties_of(model, Exceptions()))
-        found = _search_twin(model, twin, loss_fn, probe)
-        return found or _search_formats(model, loss_fn, probe, channels_last=channels_last)
+    with model_restored(model), repeatable_randomness(synthetic.inputs.device), evaluation_mode(model, when=evaluate):
+        _shapes(model, loss_fn, synthetic, parameter_owners(model, OwnershipOverrides()))
+        found = _search_fused_copy(model, fused_copy, loss_fn, synthetic)
+        return found or _search_formats(model, loss_fn, synthetic, channels_last=channels_last)
 
 
-def _gradients_alone(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, unit: int) -> dict[str, Tensor]:
+def _gradients_alone(model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch, unit: int) -> dict[str, Tensor]:
     """The gradient of one unit's loss by plain autograd, the unit alone in its batch."""
-    alone = only_unit(probe, unit)
-    parameters = trainable(model)
+    alone = single_unit(synthetic, unit)
+    parameters = trainable_parameters(model)
     with torch.enable_grad():
         try:
             losses = row_losses(model, loss_fn, alone)
         except (RuntimeError, ValueError) as error:
-            raise PrivacyError(not_alone(suspected_place(model, loss_fn, probe), error)) from error
+            raise PrivacyError(not_alone(suspect_mixing(model, loss_fn, synthetic), error)) from error
     if not losses.requires_grad:
         return {name: torch.zeros_like(parameter.detach()) for name, parameter in parameters.items()}
     weights = alone.row_weights_UR.reshape(-1).to(losses.dtype)
@@ -106,29 +113,35 @@ def _gradients_alone(model: nn.Module, loss_fn: LossFunction, probe: Microbatch,
     return dict(zip(parameters, found, strict=True))
 
 
-def _search_twin(model: nn.Module, twin: nn.Module | None, loss_fn: LossFunction, probe: Microbatch) -> Found | None:
-    """The fast twin, if it works for this model in the usual way and gives the model's gradients."""
-    if twin is None:
+def _search_fused_copy(
+    model: nn.Module, fused_copy: nn.Module | None, loss_fn: LossFunction, synthetic: Microbatch
+) -> CheckedPlan | None:
+    """The fast fused_copy, if it works for this model in the usual way and gives the model's gradients."""
+    if fused_copy is None:
         return None
     give_back_freed_memory()
     try:
-        found = _tried_out(model, loss_fn, probe, Plan(Exceptions(), {}, 0, _channels_last_pays(model), twin))
+        found = _try_plan(
+            model, loss_fn, synthetic, Plan(OwnershipOverrides(), {}, 0, _channels_last_pays(model), fused_copy)
+        )
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, DPVisionError):
         return None  # the model itself is examined next, and refused there if it must be
     return None if found.wrong else found
 
 
-def _search_formats(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, *, channels_last: bool) -> Found:
+def _search_formats(
+    model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch, *, channels_last: bool
+) -> CheckedPlan:
     """The faster memory format, unless the model can't take it: some reshape in ways that depend on it."""
-    pictures = probe.inputs.dim() == 4 and probe.inputs.device.type == "cpu"
+    pictures = synthetic.inputs.dim() == 4 and synthetic.inputs.device.type == "cpu"
     if channels_last and pictures and _channels_last_pays(model):
         try:
-            found = _search(model, loss_fn, probe, channels_last=True)
+            found = _search(model, loss_fn, synthetic, channels_last=True)
         except RuntimeError:
             found = None
         if found is not None and not found.wrong:
             return found
-    return _search(model, loss_fn, probe, channels_last=False)
+    return _search(model, loss_fn, synthetic, channels_last=False)
 
 
 def _channels_last_pays(model: nn.Module) -> bool:
@@ -137,106 +150,114 @@ def _channels_last_pays(model: nn.Module) -> bool:
     return any(type(module) is not nn.Linear for module in owners)
 
 
-def _search(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, *, channels_last: bool) -> Found:
+def _search(model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch, *, channels_last: bool) -> CheckedPlan:
     """Hand parameters upwards until all gradients are right; what is still wrong at the end is named."""
-    exceptions = Exceptions()
+    overrides = OwnershipOverrides()
     while True:
-        found = _tried_out(model, loss_fn, probe, Plan(exceptions, {}, 0, channels_last))
-        further = _hand_up(model, exceptions, duties_of(model, exceptions), found.wrong) if found.wrong else None
+        found = _try_plan(model, loss_fn, synthetic, Plan(overrides, {}, 0, channels_last))
+        further = _hand_up(model, overrides, parameter_owners(model, overrides), found.wrong) if found.wrong else None
         if further is None:
             return found
-        exceptions = further
+        overrides = further
 
 
 def _find_layouts(
-    model: nn.Module, loss_fn: LossFunction, probe: Microbatch, duties: tuple[Duty, ...]
-) -> tuple[Layouts, list[str]]:
-    """The layout of every call, and the parameters of modules whose rows are not in front."""
-    names = {parameter: name for name, parameter in trainable(model).items()}
-    small = _shapes(model, loss_fn, probe, duties, backward=True)
-    larger = repeated(probe, units=probe.row_weights_UR.shape[0] + 1)
-    large = _shapes(model, loss_fn, larger, duties)
-    if [call.duty.name for call in small] != [call.duty.name for call in large]:
+    model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch, owners: tuple[ParameterOwner, ...]
+) -> tuple[AxesByModule, list[str]]:
+    """The axes of every call, and the parameters of modules whose rows are not in front."""
+    names = {parameter: name for name, parameter in trainable_parameters(model).items()}
+    small = _shapes(model, loss_fn, synthetic, owners, backward=True)
+    larger = repeat_units(synthetic, units=synthetic.row_weights_UR.shape[0] + 1)
+    large = _shapes(model, loss_fn, larger, owners)
+    if [call.owner.name for call in small] != [call.owner.name for call in large]:
         raise PrivacyError(
             "the model calls its modules differently for a larger batch, so one unit notices how many others there "
             "are. Make its control flow independent of the batch size."
         )
-    layouts: dict[str, tuple[Layout, ...]] = {}
+    axes_by_module: dict[str, tuple[BatchAxes, ...]] = {}
     misfits: list[str] = []
-    rows = probe.inputs.shape[0], larger.inputs.shape[0]
+    rows = synthetic.inputs.shape[0], larger.inputs.shape[0]
     for one, other in zip(small, large, strict=True):
         place = batch_axes.compare(one, other, rows=rows)
         if place is None:
-            misfits += [names[target.parameter] for target in one.duty.targets]
+            misfits += [names[target.parameter] for target in one.owner.targets]
         else:
-            layouts[one.duty.name] = (*layouts.get(one.duty.name, ()), place)
-    return layouts, misfits
+            axes_by_module[one.owner.name] = (*axes_by_module.get(one.owner.name, ()), place)
+    return axes_by_module, misfits
 
 
 def _shapes(
     model: nn.Module,
     loss_fn: LossFunction,
     microbatch: Microbatch,
-    duties: tuple[Duty, ...],
+    owners: tuple[ParameterOwner, ...],
     *,
     backward: bool = False,
-) -> list[Shapes]:
+) -> list[CallShapes]:
     """The calls of one forward pass, without their tensors; with ``backward``, which outputs reach the loss too."""
-    with torch.enable_grad(), captured(duties) as calls:
+    with torch.enable_grad(), capture_calls(owners) as calls:
         losses = row_losses(model, loss_fn, microbatch)
     for call in calls:
         call.check_untouched()
     if backward:
         backpropagate(calls, losses, microbatch.row_weights_UR.reshape(-1).to(losses.dtype))
-    return [Shapes.of(call) for call in calls]
+    return [CallShapes.from_call(call) for call in calls]
 
 
-def _tried_out(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, plan: Plan) -> Found:
-    """The plan with its layouts and the bytes that a unit holds, beside the parameters that it gets wrong."""
+def _try_plan(model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch, plan: Plan) -> CheckedPlan:
+    """The plan with its axes_by_module and the bytes that a unit holds, beside the parameters that it gets wrong."""
     network = plan.network(model)
-    duties = duties_of(network, plan.exceptions)
-    arranged = plan.arranged(probe)
-    layouts, misfits = _find_layouts(network, loss_fn, arranged, duties)
-    plan = replace(plan, layouts=layouts)
+    owners = parameter_owners(network, plan.overrides)
+    arranged = plan.arranged(synthetic)
+    axes_by_module, misfits = _find_layouts(network, loss_fn, arranged, owners)
+    plan = replace(plan, axes_by_module=axes_by_module)
     if misfits:
-        return Found(plan, misfits, proved=False)
+        return CheckedPlan(plan, misfits, proved=False)
     give_back_freed_memory()  # of other shapes: a large model's would lie beside what comes
     with held_through_step(network):
-        step = unit_gradients(network, loss_fn, arranged, duties, plan.layouts)
-        return _compared(model, loss_fn, probe, plan, step)
+        step = unit_gradients(network, loss_fn, arranged, owners, plan.axes_by_module)
+        return _compared(model, loss_fn, synthetic, plan, step)
 
 
 @torch.no_grad()
-def _compared(model: nn.Module, loss_fn: LossFunction, probe: Microbatch, plan: Plan, step: UnitGradients) -> Found:
+def _compared(
+    model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch, plan: Plan, step: UnitGradients
+) -> CheckedPlan:
     """Compare a step with each unit by itself, one unit after the other: their gradients are not held side by side.
 
     It uses the step up.
     """
-    units = probe.row_weights_UR.shape[0]
-    # Norms first, as in every step: some shares take their sums from what the norms have formed.
-    norms = {parameter: share.norms_sq().sqrt().tolist() for parameter, share in step.shares.items()}
+    units = synthetic.row_weights_UR.shape[0]
+    # Norms first, as in every step: some layer_gradients take their sums from what the norms have formed.
+    norms = {parameter: each.norms_sq().sqrt().tolist() for parameter, each in step.layer_gradients.items()}
     wrong, held, proved = set[str](), 0, True
     for unit in range(units):
-        alone = _gradients_alone(model, loss_fn, probe, unit)
+        alone = _gradients_alone(model, loss_fn, synthetic, unit)
         size = _norm(alone)
         proved &= math.isfinite(size)
-        for name, parameter in trainable(model).items():
-            share, gradient = step.shares.get(parameter), alone.pop(name)
-            norm = 0.0 if share is None else norms[parameter][unit]
-            if math.isfinite(size) and not _right(share, norm, gradient, size, unit=unit, units=units):
+        for name, parameter in trainable_parameters(model).items():
+            layer_gradient, gradient = step.layer_gradients.get(parameter), alone.pop(name)
+            norm = 0.0 if layer_gradient is None else norms[parameter][unit]
+            if math.isfinite(size) and not _right(layer_gradient, norm, gradient, size, unit=unit, units=units):
                 wrong.add(name)
             if unit == units - 1:
-                held += 0 if share is None else share.held_bytes
-                step.shares.pop(parameter, None)
+                held += 0 if layer_gradient is None else layer_gradient.held_bytes
+                step.layer_gradients.pop(parameter, None)
     plan = replace(plan, bytes_per_unit=(step.activation_bytes + held) // units)
-    return Found(plan, [name for name in trainable(model) if name in wrong], proved)
+    return CheckedPlan(plan, [name for name in trainable_parameters(model) if name in wrong], proved)
 
 
-def _right(share: Share | None, norm: float, alone: Tensor, size: float, *, unit: int, units: int) -> bool:
-    """Whether a share's norm and gradient of one unit are what it has by itself, up to rounding and flips at kinks."""
+def _right(
+    layer_gradient: LayerGradient | None, norm: float, alone: Tensor, size: float, *, unit: int, units: int
+) -> bool:
+    """Whether norm and gradient of one unit are what it has by itself, up to rounding and flips at kinks."""
     only = torch.zeros(units, dtype=torch.float64, device=alone.device)
     only[unit] = 1.0
-    found = torch.zeros_like(alone) if share is None else share.finish(share.add_weighted_sum(None, only, None))
+    found = (
+        torch.zeros_like(alone)
+        if layer_gradient is None
+        else layer_gradient.finish(layer_gradient.add_weighted_sum(None, only, None))
+    )
     true_norm = _length(alone)
     room = _TOLERANCE.get(alone.dtype, 0.3) * (true_norm + size / 100) + _NOTHING
     return _length(found.sub_(alone)) <= room and abs(norm - true_norm) <= room
@@ -250,21 +271,23 @@ def _length(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
-def _hand_up(model: nn.Module, exceptions: Exceptions, duties: tuple[Duty, ...], wrong: list[str]) -> Exceptions | None:
+def _hand_up(
+    model: nn.Module, overrides: OwnershipOverrides, owners: tuple[ParameterOwner, ...], wrong: list[str]
+) -> OwnershipOverrides | None:
     """Another way for each wrong parameter: run its module unit by unit, then let the module above answer for it."""
-    parameters = trainable(model)
-    moved, looped = dict(exceptions.moved), set(exceptions.looped)
+    parameters = trainable_parameters(model)
+    moved, looped = dict(overrides.moved), set(overrides.looped)
     for name in wrong:
-        mine = [duty for duty in duties if any(target.parameter is parameters[name] for target in duty.targets)]
-        unlooped = {duty.name for duty in mine if duty.rule is None and not duty.looped}
+        mine = [owner for owner in owners if any(target.parameter is parameters[name] for target in owner.targets)]
+        unlooped = {owner.name for owner in mine if owner.rule is None and not owner.looped}
         if unlooped:
             looped |= unlooped
             continue
-        home = _above([duty.name for duty in mine])
+        home = _above([owner.name for owner in mine])
         if home is None or moved.get(name) == home:
             return None
         moved[name] = home
-    return Exceptions(moved, frozenset(looped))
+    return OwnershipOverrides(moved, frozenset(looped))
 
 
 def _above(names: list[str]) -> str | None:
@@ -309,7 +332,7 @@ def plan_for(
 
 
 def _plan_for(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance) -> Plan:
-    signature = signature_of(model, loss_fn, microbatch, performance)
+    signature = plan_key(model, loss_fn, microbatch, performance)
     known = _KNOWN.get(model)
     if known is None or known.signature != signature:
         plan, proved = _make(model, loss_fn, microbatch, performance)
@@ -322,7 +345,7 @@ def _plan_for(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, p
     return known.plan
 
 
-def signature_of(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance) -> Any:
+def plan_key(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance) -> Any:
     """All that a plan, or its refusal, hangs on."""
     modules = tuple((name, id(module), module.training) for name, module in model.named_modules())
     parameters = tuple((name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False))
@@ -335,28 +358,28 @@ def signature_of(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch
 def _make(
     model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance
 ) -> tuple[Plan, bool]:
-    probe = _finite_probe(model, loss_fn, microbatch)
-    drew = _refuse_movement(model, loss_fn, probe)
-    _refuse_mixing(model, loss_fn, probe)
-    found = search(
+    synthetic = _finite_batch(model, loss_fn, microbatch)
+    drew = _refuse_movement(model, loss_fn, synthetic)
+    _refuse_mixing(model, loss_fn, synthetic)
+    found = find_plan(
         model,
         loss_fn,
-        probe,
+        synthetic,
         evaluate=drew,
         channels_last=performance.channels_last,
-        twin=_twin(model, probe, performance),
+        fused_copy=_fused_copy(model, synthetic, performance),
     )
     if found.wrong:
-        raise PrivacyError(wrong_gradients(found.wrong, suspected_place(model, loss_fn, probe)))
+        raise PrivacyError(wrong_gradients(found.wrong, suspect_mixing(model, loss_fn, synthetic)))
     return found.plan, found.proved
 
 
-def _twin(model: nn.Module, probe: Microbatch, performance: Performance) -> nn.Module | None:
-    """The fast twin, where the settings and the inputs allow one."""
+def _fused_copy(model: nn.Module, synthetic: Microbatch, performance: Performance) -> nn.Module | None:
+    """The fast fused_copy, where the settings and the inputs allow one."""
     kernels = performance.kernels
     if kernels == "native" and not native.available():
         raise ArgumentError(f"native kernels are not at hand: {native.reason()}. Choose kernels auto or plain.")
-    fits = probe.inputs.dtype == torch.float32 and probe.inputs.device.type == "cpu"
+    fits = synthetic.inputs.dtype == torch.float32 and synthetic.inputs.device.type == "cpu"
     if kernels == "plain" or not performance.channels_last or not fits:
         return None
     if kernels == "auto" and not native.available():
@@ -364,30 +387,30 @@ def _twin(model: nn.Module, probe: Microbatch, performance: Performance) -> nn.M
     return fast_twin(model, compiled=kernels == "compiled")
 
 
-def _finite_probe(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> Microbatch:
+def _finite_batch(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> Microbatch:
     """Made-up units, unless the model can't digest them: then the first units as they are."""
-    probe = probe_like(microbatch, units=_UNITS)
+    synthetic = synthetic_batch(microbatch, units=_UNITS)
     try:
-        with torch.no_grad(), restored(model), same_draws(microbatch.inputs.device):
-            digested = bool(torch.isfinite(row_losses(model, loss_fn, probe)).all())
+        with torch.no_grad(), model_restored(model), repeatable_randomness(microbatch.inputs.device):
+            digested = bool(torch.isfinite(row_losses(model, loss_fn, synthetic)).all())
     except (RuntimeError, ValueError, IndexError):
         digested = False
-    return probe if digested else repeated(microbatch, units=_UNITS)
+    return synthetic if digested else repeat_units(microbatch, units=_UNITS)
 
 
-def _refuse_movement(model: nn.Module, loss_fn: LossFunction, probe: Microbatch) -> bool:
+def _refuse_movement(model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch) -> bool:
     """Raise if a forward pass moves buffers or parameters. Returns whether it draws random numbers."""
-    with torch.no_grad(), restored(model) as moved, same_draws(probe.inputs.device):
+    with torch.no_grad(), model_restored(model) as moved, repeatable_randomness(synthetic.inputs.device):
         state = torch.get_rng_state()
-        row_losses(model, loss_fn, probe)
+        row_losses(model, loss_fn, synthetic)
         drew = not torch.equal(state, torch.get_rng_state())
     if moved:
         raise PrivacyError(movement(moved))
     return drew
 
 
-def _refuse_mixing(model: nn.Module, loss_fn: LossFunction, probe: Microbatch) -> None:
+def _refuse_mixing(model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch) -> None:
     """Raise if one unit's loss depends on another unit's input."""
-    place = mixing_place(model, loss_fn, probe)
+    place = find_mixing(model, loss_fn, synthetic)
     if place is not None:
         raise PrivacyError(mixture(place))

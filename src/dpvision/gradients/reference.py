@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from dpvision.gradients.ownership import places
+from dpvision.gradients.ownership import parameter_places
 from dpvision.gradients.per_unit import LossFunction
 from dpvision.privacy.mechanism import Clipping
 from dpvision.privacy.values import ClippedSum
@@ -100,7 +100,7 @@ def clipped_sum_by_func(
     """The same number as ``clipped_sum``; all per-unit gradients are in memory at once."""
     values = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     by_parameter = {parameter: name for name, parameter in model.named_parameters()}
-    names = {place: by_parameter[p] for place, p in places(model) if p.requires_grad}
+    names = {place: by_parameter[p] for place, p in parameter_places(model) if p.requires_grad}
     if not inputs.shape[0]:
         return ClippedSum({name: torch.zeros_like(value) for name, value in values.items()}, clip_norm)
 

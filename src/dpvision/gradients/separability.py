@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
-from dpvision.gradients.ownership import label_of, places
+from dpvision.gradients.ownership import module_label, parameter_places
 from dpvision.gradients.per_unit import LossFunction, row_losses
 from dpvision.gradients.refusals import LOSS
-from dpvision.gradients.synthetic_batch import changed_unit, restored, same_draws
+from dpvision.gradients.synthetic_batch import model_restored, repeatable_randomness, with_changed_unit
 from dpvision.privacy.values import Microbatch
 
 
-def mixing_place(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> str | None:
+def find_mixing(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> str | None:
     """The innermost module, or the loss, through which one unit's input reaches another unit's loss; else ``None``.
 
     Looked for twice: with the model's weights, and with others near them, because a gain that is still zero hides
@@ -31,17 +31,17 @@ def mixing_place(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch
     for weights in ({}, _weights_nearby(model)):
         before = _losses(model, loss_fn, microbatch, weights)
         for unit in (0, units - 1):
-            changed = changed_unit(microbatch, unit)
+            changed = with_changed_unit(microbatch, unit)
             if not _others_equal(before, _losses(model, loss_fn, changed, weights), unit, units):
                 seen, seen_after = (_trace(model, loss_fn, rows, weights) for rows in (microbatch, changed))
                 return _first_difference(seen, seen_after, unit, units) or LOSS
     return None
 
 
-def suspected_place(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> str | None:
+def suspect_mixing(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> str | None:
     """The innermost module whose output mixes units, whether or not the loss shows it."""
     before = _trace(model, loss_fn, microbatch, {})
-    after = _trace(model, loss_fn, changed_unit(microbatch, 0), {})
+    after = _trace(model, loss_fn, with_changed_unit(microbatch, 0), {})
     return _first_difference(before, after, 0, microbatch.row_weights_UR.shape[0])
 
 
@@ -49,7 +49,7 @@ def _weights_nearby(model: nn.Module) -> dict[str, Tensor]:
     """Parameters moved a little at random, none of them zero, for every place that holds one."""
     generator = torch.Generator().manual_seed(0)
     moved = {parameter: _nearby(parameter.detach(), generator) for parameter in model.parameters()}
-    return {name: moved[parameter] for name, parameter in places(model)}
+    return {name: moved[parameter] for name, parameter in parameter_places(model)}
 
 
 def _nearby(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -67,7 +67,7 @@ def _losses(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, wei
     def run(inputs: Tensor) -> Any:
         return functional_call(model, weights, (inputs,), tie_weights=False) if weights else model(inputs)
 
-    with torch.no_grad(), restored(model), same_draws(microbatch.inputs.device):
+    with torch.no_grad(), model_restored(model), repeatable_randomness(microbatch.inputs.device):
         return row_losses(run, loss_fn, microbatch)
 
 
@@ -87,7 +87,7 @@ def _traced(model: nn.Module) -> Iterator[list[Seen]]:
     handles: list[Any] = []
     try:
         for name, module in model.named_modules():
-            handles += _watch(label_of(name, module), module, calls)
+            handles += _watch(module_label(name, module), module, calls)
         yield calls
     finally:
         for handle in handles:

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from dpvision.privacy.values import Microbatch
 
 
-def probe_like(microbatch: Microbatch, *, units: int) -> Microbatch:
+def synthetic_batch(microbatch: Microbatch, *, units: int) -> Microbatch:
     """``units`` units of the same shape: noise where inputs are numbers, shuffled entries where they are indices.
 
     Inputs are made up, so that what a check finds does not depend on anybody's picture.
     """
-    rows = repeated(microbatch, units=units)
+    rows = repeat_units(microbatch, units=units)
     generator = torch.Generator().manual_seed(0)
     return Microbatch(_noise_like(rows.inputs, generator), rows.targets, rows.row_weights_UR)
 
 
-def repeated(microbatch: Microbatch, *, units: int) -> Microbatch:
+def repeat_units(microbatch: Microbatch, *, units: int) -> Microbatch:
     """The first ``units`` units, from the beginning again where there are fewer; every row counts."""
     rows_per_unit = microbatch.row_weights_UR.shape[1]
     order = torch.arange(units * rows_per_unit, device=microbatch.inputs.device) % microbatch.inputs.shape[0]
@@ -35,7 +35,7 @@ def repeated(microbatch: Microbatch, *, units: int) -> Microbatch:
     return Microbatch(microbatch.inputs[order], microbatch.targets[order], weights)
 
 
-def changed_unit(microbatch: Microbatch, unit: int) -> Microbatch:
+def with_changed_unit(microbatch: Microbatch, unit: int) -> Microbatch:
     """The same micro-batch with other inputs and other targets in one unit."""
     units, rows = microbatch.row_weights_UR.shape
     inputs = microbatch.inputs.clone()
@@ -51,7 +51,7 @@ def changed_unit(microbatch: Microbatch, unit: int) -> Microbatch:
     return Microbatch(inputs, targets, microbatch.row_weights_UR)
 
 
-def only_unit(microbatch: Microbatch, unit: int) -> Microbatch:
+def single_unit(microbatch: Microbatch, unit: int) -> Microbatch:
     """One unit by itself."""
     rows = microbatch.row_weights_UR.shape[1]
     mine = slice(unit * rows, (unit + 1) * rows)
@@ -69,7 +69,7 @@ def _noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @contextmanager
-def same_draws(device: torch.device) -> Iterator[None]:
+def repeatable_randomness(device: torch.device) -> Iterator[None]:
     """Random numbers that repeat from block to block; outside, the generators are where they were."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -93,7 +93,7 @@ def evaluation_mode(model: nn.Module, *, when: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def same_attributes(model: nn.Module) -> Iterator[None]:
+def attributes_restored(model: nn.Module) -> Iterator[None]:
     """Undo what a forward pass writes into its modules, such as a kept activation or a replaced buffer."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in model.modules():
@@ -109,15 +109,15 @@ def same_attributes(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def restored(model: nn.Module) -> Iterator[list[str]]:
+def model_restored(model: nn.Module) -> Iterator[list[str]]:
     """Put everything back as it was; afterwards the list names the buffers and parameters that had moved."""
     moved: list[str] = []
-    saved = [(name, tensor, tensor.detach().clone()) for name, tensor in stored(model)]
-    with same_attributes(model):
+    saved = [(name, tensor, tensor.detach().clone()) for name, tensor in model_state(model)]
+    with attributes_restored(model):
         try:
             yield moved
         finally:
-            now = dict(stored(model))
+            now = dict(model_state(model))
             with torch.no_grad():
                 for name, tensor, value in saved:
                     if now.get(name) is not tensor or not torch.equal(_bits(tensor), _bits(value)):
@@ -125,7 +125,7 @@ def restored(model: nn.Module) -> Iterator[list[str]]:
                         tensor.copy_(value)
 
 
-def stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def model_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Everything that a model keeps from step to step, by name."""
     yield from model.named_buffers()
     yield from model.named_parameters()

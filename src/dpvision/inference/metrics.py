@@ -20,7 +20,7 @@ from torch.nn import functional
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.store import ImageStore
 from dpvision.errors import ArgumentError, DataError, Problems
-from dpvision.gradients.inference_forward import quick_forward
+from dpvision.gradients.inference_forward import fused_forward
 
 _AT_ONCE: Final = 64
 """Rows that go through the model together: few enough for their activations to stay in the cache."""
@@ -56,7 +56,7 @@ def outputs_of(
     first = next(batches, None)
     if first is None:
         return
-    with quick_forward(network, first[:_COMPARED]) as forward:
+    with fused_forward(network, first[:_COMPARED]) as forward:
         for inputs in itertools.chain([first], batches):
             with torch.no_grad():
                 parts = [forward(part) for part in inputs.split(_AT_ONCE)]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dpvision.errors import Problems
 
 if TYPE_CHECKING:
-    from dpvision.gradients.layer_gradient import Share
+    from dpvision.gradients.layer_gradient import LayerGradient
 from dpvision.kernels import clip_factors as kernel
 from dpvision.privacy.mechanism import CLIPPINGS, Clipping
 
@@ -28,12 +28,12 @@ GAMMA: Final = 0.01
 """What automatic clipping adds to every norm before it divides by it: a public constant (Bu et al. 2022)."""
 
 Factors = dict[nn.Parameter, Tensor]
-"""Of every parameter, each unit's factor. Parameters that are clipped together share one tensor."""
+"""Of every parameter, each unit's factor. Parameters that are clipped together layer_gradient one tensor."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Clip:
+class Clipper:
     """What bounds a unit: the style, and which parameters are clipped together and how far.
 
     Guarantee: a unit's gradient times its factors is at most ``clip_norm`` long, all parameters together.
@@ -44,7 +44,9 @@ class Clip:
     groups: Mapping[nn.Parameter, str]
 
     @staticmethod
-    def of(parameters: dict[str, nn.Parameter], *, clip_norm: float, clipping: Clipping = "flat") -> Clip:
+    def for_parameters(
+        parameters: dict[str, nn.Parameter], *, clip_norm: float, clipping: Clipping = "flat"
+    ) -> Clipper:
         """One group of all parameters, or one for each layer.
 
         With L layers each is clipped to clip_norm/√L, whatever the others need. ``parameters`` are all that train, so
@@ -56,25 +58,29 @@ class Clip:
         problems.raise_if_any()
         by_layer = clipping == "per_layer"
         groups = {p: name.rpartition(".")[0] if by_layer else "" for name, p in parameters.items()}
-        return Clip(clipping, clip_norm / math.sqrt(max(1, len(set(groups.values())))), groups)
+        return Clipper(clipping, clip_norm / math.sqrt(max(1, len(set(groups.values())))), groups)
 
     @torch.no_grad()
-    def factors(self, shares: dict[nn.Parameter, Share], real_U: Tensor) -> tuple[Factors, Tensor | None]:
-        """Factors for units whose gradient is made of ``shares``; and the units that must not be touched at all.
+    def factors(
+        self, layer_gradients: dict[nn.Parameter, LayerGradient], real_U: Tensor
+    ) -> tuple[Factors, Tensor | None]:
+        """Return the factors of units whose gradient is ``layer_gradients``, and the units without a finite norm.
 
         A unit that is not finite in one layer is left out of all of them.
         """
         parts: dict[str, list[Tensor]] = {}
-        for parameter, share in shares.items():
-            parts.setdefault(self.groups[parameter], []).append(share.norms_sq().double())
-        limits = Limits.of(self.bound, frozenset(parameter.dtype for parameter in shares), clipping=self.clipping)
-        by_group, dead_U = _factors_by_kernel(parts, real_U, limits) or _factors(parts, real_U, limits)
-        return {parameter: by_group[self.groups[parameter]] for parameter in shares}, dead_U
+        for parameter, layer_gradient in layer_gradients.items():
+            parts.setdefault(self.groups[parameter], []).append(layer_gradient.norms_sq().double())
+        limits = FactorLimits.for_bound(
+            self.bound, frozenset(parameter.dtype for parameter in layer_gradients), clipping=self.clipping
+        )
+        by_group, nonfinite_U = _factors_by_kernel(parts, real_U, limits) or _factors(parts, real_U, limits)
+        return {parameter: by_group[self.groups[parameter]] for parameter in layer_gradients}, nonfinite_U
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class FactorLimits:
     """A factor is ``below / (norm + added)``, but at most ``most``, and zero if that is less than ``least``."""
 
     below: float
@@ -84,7 +90,7 @@ class Limits:
 
     @staticmethod
     @functools.lru_cache(maxsize=16)
-    def of(bound: float, dtypes: frozenset[torch.dtype], *, clipping: Clipping) -> Limits:
+    def for_bound(bound: float, dtypes: frozenset[torch.dtype], *, clipping: Clipping) -> FactorLimits:
         """Those for which factor · norm stays below ``bound`` when both are rounded to any of these kinds of floats.
 
         Factors below the smallest normal number are zero: rounding could make them much larger.
@@ -93,8 +99,8 @@ class Limits:
         below = bound * (1 - SLACK * max((kind.eps for kind in kinds), default=0.0))
         least = max((kind.tiny for kind in kinds), default=0.0)
         if clipping == "automatic":
-            return Limits(below=below, added=GAMMA, most=math.inf, least=least)
-        return Limits(below=below, added=0.0, most=1.0, least=least)
+            return FactorLimits(below=below, added=GAMMA, most=math.inf, least=least)
+        return FactorLimits(below=below, added=0.0, most=1.0, least=least)
 
 
 Parts = dict[str, list[Tensor]]
@@ -103,7 +109,7 @@ ByGroup = tuple[dict[str, Tensor], Tensor | None]
 """Of everything that is clipped together, the units' factors; and the units that have no norm, if there are any."""
 
 
-def _factors(parts: Parts, real_U: Tensor, limits: Limits) -> ByGroup:
+def _factors(parts: Parts, real_U: Tensor, limits: FactorLimits) -> ByGroup:
     norms_sq = {group: functools.reduce(torch.add, some) for group, some in parts.items()}
     finite_U = functools.reduce(torch.logical_and, map(_is_norm, norms_sq.values()), real_U.new_ones(()))
     by_group = {group: clip_factors(some_U, finite_U & real_U, limits) for group, some_U in norms_sq.items()}
@@ -114,7 +120,7 @@ def _is_norm(norms_sq_U: Tensor) -> Tensor:
     return norms_sq_U.isfinite() & (norms_sq_U >= 0)
 
 
-def _factors_by_kernel(parts: Parts, real_U: Tensor, limits: Limits) -> ByGroup | None:
+def _factors_by_kernel(parts: Parts, real_U: Tensor, limits: FactorLimits) -> ByGroup | None:
     """The same by a kernel, if there is one and every unit has a norm."""
     by_group: dict[str, Tensor] = {}
     for group, some in parts.items():
@@ -127,7 +133,7 @@ def _factors_by_kernel(parts: Parts, real_U: Tensor, limits: Limits) -> ByGroup 
     return by_group, None
 
 
-def clip_factors(norms_sq_U: Tensor, counted_U: Tensor, limits: Limits) -> Tensor:
+def clip_factors(norms_sq_U: Tensor, counted_U: Tensor, limits: FactorLimits) -> Tensor:
     """The factor of every unit, from the squared norm of what is clipped together.
 
     Guarantee: factor · norm ≤ bound; exactly zero for units that don't count, whatever their norm is.

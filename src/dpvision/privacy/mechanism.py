@@ -128,7 +128,7 @@ class Mechanism:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class OrdinaryPlan:
+class OrdinarySampling:
     """What a run without privacy draws. It has no clip, no noise and no guarantee, so nothing can account for it."""
 
     num_units: int

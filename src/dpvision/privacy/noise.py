@@ -120,7 +120,7 @@ class Grid:
 
     @staticmethod
     @functools.lru_cache(maxsize=16)
-    def of(mechanism: Mechanism, *, coordinates: int) -> Grid:
+    def for_mechanism(mechanism: Mechanism, *, coordinates: int) -> Grid:
         """The grid for a sum of ``coordinates`` numbers.
 
         Rounding a sum to the grid can move two neighbouring sums apart by at most ``spacing·√coordinates``. That much
@@ -155,7 +155,7 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
     not finite is gone.
     """
     _require_sound(clipped, mechanism, step)
-    grid = Grid.of(mechanism, coordinates=sum(each.numel() for each in clipped.gradients.values()))
+    grid = Grid.for_mechanism(mechanism, coordinates=sum(each.numel() for each in clipped.gradients.values()))
     sums = clipped.take()
     gradients: dict[str, Tensor] = {}
     for names in _together({name: each.numel() for name, each in sums.items()}):
@@ -168,7 +168,7 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
     return PrivateGrad(gradients, step, proof=_MADE_BY_PRIVATIZE)
 
 
-def steps_a_draw(numbers: int) -> int:
+def steps_per_draw(numbers: int) -> int:
     """How many steps of a model with so many trainable numbers get their noise from one draw."""
     return max(1, min(_AHEAD, _TOGETHER // max(1, numbers)))
 
@@ -185,7 +185,7 @@ class _Noise:
         self._step = step
         self._sizes = tuple(fact for name, each in sums.items() for fact in (name, each.numel()))
         numbers = sum(each.numel() for each in sums.values())
-        self._steps = steps_a_draw(numbers) if ahead else 1
+        self._steps = steps_per_draw(numbers) if ahead else 1
 
     def part(self, index: int, count: int) -> NDArray[np.float64]:
         """``count`` normals for this part, which no other part has."""

@@ -70,7 +70,7 @@ _REMEDY = "Nothing but Optimizer.step may move a model whose training is certifi
 
 
 @final
-class Watch:
+class TamperGuard:
     """The parameters of one model, and its saved buffers if asked, as the last step left them.
 
     Guarantee: ``check`` fails if a watched tensor differs in one bit, was replaced, added or removed; a large tensor's
@@ -81,7 +81,7 @@ class Watch:
         self._model = model
         self._buffers = buffers
         self._tensors = dict(self._named_tensors())
-        self._left = {name: _Left(tensor) for name, tensor in self._tensors.items()}
+        self._left = {name: _Snapshot(tensor) for name, tensor in self._tensors.items()}
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._model.named_parameters()
@@ -128,7 +128,7 @@ class Watch:
 
 
 @final
-class _Left:
+class _Snapshot:
     """A tensor as it was left: its bits, or where they are many, their fingerprint."""
 
     __slots__ = ("_bits", "_kind")
@@ -205,7 +205,7 @@ class Optimizer:
         self._average = Average(averaging or AveragingSettings(), self._parameters)
         self._together = _sets({name: value.numel() for name, value in self._parameters.items()})
         self._rule = _torch_optimizer(self._parameters.values(), settings)
-        self._watch = Watch(model, buffers=private)  # ordinary training may have moving BatchNorm statistics
+        self._guard = TamperGuard(model, buffers=private)  # ordinary training may have moving BatchNorm statistics
         self._takes = PrivateGrad if private else OrdinaryGrad
         self._steps_taken = first_step
 
@@ -228,7 +228,7 @@ class Optimizer:
 
     def check_untouched(self) -> None:
         """Raise ``PrivacyError`` naming each parameter or saved buffer that moved by other means than ``step``."""
-        self._watch.check()
+        self._guard.check()
 
     def step(self, grad: PrivateGrad | OrdinaryGrad) -> None:
         """Take the next step. Refuses, before anything moves, what is not the next gradient of this very model."""
@@ -237,7 +237,7 @@ class Optimizer:
         self.check_untouched()
         self._move(grad.gradients, self.learning_rate(self._steps_taken))
         self._average.update(self._parameters, self._steps_taken)
-        self._watch.accept(self._parameters)
+        self._guard.accept(self._parameters)
         self._steps_taken += 1
 
     def _require_next(self, grad: PrivateGrad | OrdinaryGrad) -> None:
@@ -293,7 +293,7 @@ class Optimizer:
             "optimizer": self._settings.name,
             "steps_taken": self._steps_taken,
             "schedule": self._schedule.state(),
-            "left_by_last_step": self._watch.digests(),
+            "left_by_last_step": self._guard.digests(),
         }
         return tensors, values
 
@@ -304,7 +304,7 @@ class Optimizer:
         """
         keys = _state_keys(self._settings) if values["steps_taken"] else {}
         self._require_loadable(tensors, values, keys)
-        self._watch.accept_saved(values["left_by_last_step"])
+        self._guard.accept_saved(values["left_by_last_step"])
         self._schedule.load_state(values["schedule"])
         self._steps_taken = values["steps_taken"]
         for name, average in self._average.values.items():

@@ -66,9 +66,11 @@ class Keys:
         """``count`` uniform 64-bit words of one stream."""
         return random_words(self.derive(stream, *index), count)
 
-    def bits_of(self, owners: NDArray[np.int64], count: int, stream: Stream, *index: int | str) -> NDArray[np.uint64]:
+    def bits_by_unit(
+        self, owners: NDArray[np.int64], count: int, stream: Stream, *index: int | str
+    ) -> NDArray[np.uint64]:
         """``count`` uniform 64-bit words for each owner, of its own part of one stream: nobody else moves them."""
-        return owned_words(self.derive(stream, *index), owners, count)
+        return words_by_unit(self.derive(stream, *index), owners, count)
 
     def seed(self, stream: Stream, *index: int | str) -> int:
         """A 63-bit seed for generators that are not part of the guarantee (initial weights, views)."""
@@ -97,7 +99,7 @@ def random_words(key: bytes, count: int) -> NDArray[np.uint64]:
     return WordStream(key).take(count)
 
 
-def owned_words(key: bytes, owners: NDArray[np.int64], count: int) -> NDArray[np.uint64]:
+def words_by_unit(key: bytes, owners: NDArray[np.int64], count: int) -> NDArray[np.uint64]:
     """Row i holds the first ``count`` words of part ``owners[i]`` of the key stream; parts are whole blocks."""
     blocks = -(-count // _BLOCK_WORDS)
     counters = np.zeros((len(owners), blocks, _BLOCK_WORDS), dtype=">u8")

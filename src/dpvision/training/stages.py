@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dpvision import kernels
 from dpvision.config import RunConfig, ViewsConfig, required
 from dpvision.data import Features, ImageStore, Normalisation, cache_folder, extract, kept_features
-from dpvision.gradients.inference_forward import quick_forward
+from dpvision.gradients.inference_forward import fused_forward
 from dpvision.models import split
 from dpvision.training.initial_weights import trained_names
 from dpvision.training.prepare import RunSplits
@@ -178,7 +178,7 @@ def quickly(front: nn.Module, made_up: Tensor, precision: str) -> Iterator[Calla
         if half:
             yield front
             return
-        with quick_forward(front, made_up) as look:
+        with fused_forward(front, made_up) as look:
             yield look
 
 

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from dpvision import models
 from dpvision.accounting import EpsilonMeter
 from dpvision.config import RunConfig, required
-from dpvision.data import FeatureDraws, ImageStore, Normalisation, PoissonDraws, ViewSettings
+from dpvision.data import FeatureDraws, ImageBatches, ImageStore, Normalisation, ViewSettings
 from dpvision.errors import ArgumentError, DPVisionError
 from dpvision.gradients.clipped_sum import clipped_sum_of_batch
-from dpvision.gradients.model_check import Finding, require_private_ready
-from dpvision.gradients.model_check import preflight as find_problems
+from dpvision.gradients.model_check import Finding, check_model, require_private_ready
 from dpvision.gradients.ordinary import fast_plan, ordinary_gradient
 from dpvision.gradients.plan import plan_for
 from dpvision.inference import (
@@ -81,7 +80,7 @@ class Session:
     stage: Stage
     features: RunFeatures | None
     optimizer: Optimizer
-    image_draws: PoissonDraws
+    image_draws: ImageBatches
     budget: Budget | None
     meter: EpsilonMeter | None
     device: str
@@ -89,12 +88,12 @@ class Session:
     seconds: float = 0.0
     curve: list[dict[str, Any]] = field(default_factory=list)
     final: Metrics | MaskMetrics | None = None
-    draws: PoissonDraws | FeatureDraws = field(init=False)
+    draws: ImageBatches | FeatureDraws = field(init=False)
 
     def __post_init__(self) -> None:
         self.draws = self._draws()
 
-    def _draws(self) -> PoissonDraws | FeatureDraws:
+    def _draws(self) -> ImageBatches | FeatureDraws:
         """The draws of the phase: of features, if it trains on them."""
         if self.stage.backbone is None or self.features is None:
             return self.image_draws
@@ -172,7 +171,7 @@ def assemble(
         stage=phase,
         features=learner.features,
         optimizer=make_optimizer(learner.model, config, first_step=phase.first_step),
-        image_draws=PoissonDraws(
+        image_draws=ImageBatches(
             mechanism=config.plan,
             store=pictures.train,
             normalisation=normalisation,
@@ -293,7 +292,7 @@ def inspect_model(model: nn.Module, *, image_shape: tuple[int, int, int], num_cl
     """What stands in the way of training ``model`` privately, and what is worth knowing."""
     inputs, targets = synthetic_rows(image_shape, num_classes, "cpu")
     with shape_errors(image_shape):
-        return find_problems(model, classification_loss, inputs, targets)
+        return check_model(model, classification_loss, inputs, targets)
 
 
 @contextmanager

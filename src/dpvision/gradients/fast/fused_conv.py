@@ -81,7 +81,7 @@ class ConvStandIn(StandIn[nn.Conv2d | WSConv2d]):
         layer = self.layer
         if not isinstance(layer, WSConv2d):
             raise TypeError(f"not a WSConv2d: {type(layer).__name__}")
-        known = Standardisation.of(layer.weight, layer.gain, layer.eps)
+        known = Standardisation.from_layer(layer.weight, layer.gain, layer.eps)
         gain_O = torch.ones_like(known.scale_O) if layer.gain is None else layer.gain.detach()
         bias_O = torch.zeros_like(known.scale_O) if layer.bias is None else layer.bias.detach()
         return Facts(known, gain_O, bias_O, bool((gain_O.abs() >= _LEAST_GAIN).all()))

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from dpvision.gradients.layer_gradient import Kept, Share, sum_by_unit
+from dpvision.gradients.layer_gradient import LayerGradient, MaterialisedGradient, sum_by_unit
 from dpvision.gradients.rules.rule import LayerCall, register
 from dpvision.kernels import norm_act
 from dpvision.kernels.channels_last import is_channels_last, laid_out
@@ -120,9 +120,9 @@ class FusedNorm(nn.Module):
         return True
 
 
-def fused_norm(call: LayerCall) -> dict[str, Share]:
+def fused_norm(call: LayerCall) -> dict[str, LayerGradient]:
     """The rows' gradients are there already; a unit's is the sum over its rows."""
-    return {name: Kept(sum_by_unit(call.per_row[name], call.units)) for name in call.wanted}
+    return {name: MaterialisedGradient(sum_by_unit(call.per_row[name], call.units)) for name in call.wanted}
 
 
 register(FusedNorm, rule=fused_norm)

@@ -22,7 +22,7 @@ from dpvision.gradients.fast.fused_conv import HeldWSConv2d, WinogradConv2d, Win
 from dpvision.gradients.fast.fused_norm import FusedNorm
 from dpvision.gradients.fast.small_layers import FastMaxPool, FastScattering, FastTanh, SkinnyLinear, is_max_pool
 from dpvision.gradients.rules import rule_for
-from dpvision.gradients.synthetic_batch import same_attributes
+from dpvision.gradients.synthetic_batch import attributes_restored
 from dpvision.kernels.norm_act import Chain
 from dpvision.models.layers import WSConv2d
 from dpvision.models.scattering import Scattering
@@ -51,7 +51,7 @@ def traced(model: nn.Module) -> fx.GraphModule | None:
         return None
     before = _outside_state()
     try:
-        with same_attributes(model):
+        with attributes_restored(model):
             kept = list(_attributes(model))
             graphs = [_Tracer().trace(model) for _ in range(2)]
             after = list(_attributes(model))

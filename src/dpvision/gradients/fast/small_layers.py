@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
 from dpvision.gradients.fast.fused_layer import StandIn
-from dpvision.gradients.layer_gradient import Share
+from dpvision.gradients.layer_gradient import LayerGradient
 from dpvision.gradients.rules.linear import linear as ordinary
 from dpvision.gradients.rules.rule import LayerCall, register
 from dpvision.kernels import pool, scatter, skinny
@@ -159,7 +159,7 @@ class SkinnyLinear(StandIn[nn.Linear]):
         return self._held.get("squares")
 
 
-def linear(call: LayerCall) -> dict[str, Share]:
+def linear(call: LayerCall) -> dict[str, LayerGradient]:
     """As for any linear layer, but the inputs' norms are known already."""
     module = call.module
     if not isinstance(module, SkinnyLinear):

@@ -14,10 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpvision.gradients.fast.fused_conv import Facts, HeldWSConv2d, Winograd, WinogradConv2d, WinogradWSConv2d
-from dpvision.gradients.layer_gradient import Finish, Kept, Share, gram_underflow, sum_by_unit, underflow
+from dpvision.gradients.layer_gradient import (
+    Finish,
+    LayerGradient,
+    MaterialisedGradient,
+    gram_underflow,
+    sum_by_unit,
+    underflow,
+)
 from dpvision.gradients.rules.convolution import convolution as by_windows
 from dpvision.gradients.rules.rule import LayerCall, register
-from dpvision.gradients.rules.weight_standardisation import Along, Moments, Standardised
+from dpvision.gradients.rules.weight_standardisation import GainGradient, Moments, StandardisedGradient
 from dpvision.gradients.rules.weight_standardisation import standardised as standardised_by_windows
 from dpvision.kernels import accumulate, grams, moments, winograd
 from dpvision.kernels.channels_last import laid_out
@@ -30,7 +37,7 @@ _GHOST: Final = 8
 
 
 @final
-class WinogradGradient(Share):
+class WinogradGradient(LayerGradient):
     """One convolution's weight gradient, in the order (K, K, I, O).
 
     With ``has_gain``, a gain that was not asked for its norms will ask for the same sum as the weight.
@@ -71,18 +78,18 @@ class WinogradGradient(Share):
         lost_U = gram_underflow(x_gram_UTT, g_gram_UTT, inputs=9 * self._x.shape[1], outputs=dy_NOHW.shape[1])
         return grams.shifted_gram_norms_sq(x_gram_UTT, g_gram_UTT, *self._x.shape[2:]) + lost_U
 
-    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+    def weighted_sum(self, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
         if self._formed is not None:
-            return Kept(self._formed[0]).weighted_sum(factor_U, dead_U)
+            return MaterialisedGradient(self._formed[0]).weighted_sum(factor_U, nonfinite_U)
         if self._summed is None or self._summed[0] is not factor_U:
             self._summed = factor_U, self._add_to(self._zeros(), factor_U)
         return self._summed[1]
 
-    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
         if self._formed is not None:
-            return Kept(self._formed[0]).add_weighted_sum(total, factor_U, dead_U)
+            return MaterialisedGradient(self._formed[0]).add_weighted_sum(total, factor_U, nonfinite_U)
         if self._has_gain and not self._normed:
-            return super().add_weighted_sum(total, factor_U, dead_U)
+            return super().add_weighted_sum(total, factor_U, nonfinite_U)
         return self._add_to(self._zeros() if total is None else total, factor_U)
 
     def _zeros(self) -> Tensor:
@@ -111,7 +118,7 @@ class WinogradGradient(Share):
         return self._formed
 
 
-def convolution(call: LayerCall) -> dict[str, Share]:
+def convolution(call: LayerCall) -> dict[str, LayerGradient]:
     """An ordinary convolution."""
     module = call.module
     if not isinstance(module, WinogradConv2d):
@@ -119,11 +126,11 @@ def convolution(call: LayerCall) -> dict[str, Share]:
     if not module.takes(call.x):
         return by_windows(replace(call, module=module.layer))
     dy = laid_out(call.dy)
-    shares: dict[str, Share] = {"weight": WinogradGradient(module, call.x, dy, call.units)}
-    return {**shares, **_bias(call, dy)}
+    layer_gradients: dict[str, LayerGradient] = {"weight": WinogradGradient(module, call.x, dy, call.units)}
+    return {**layer_gradients, **_bias(call, dy)}
 
 
-def standardised(call: LayerCall) -> dict[str, Share]:
+def standardised(call: LayerCall) -> dict[str, LayerGradient]:
     """A weight-standardised convolution: see ``rules/standardised.py`` for the mathematics."""
     module = call.module
     if not isinstance(module, WinogradWSConv2d):
@@ -134,14 +141,14 @@ def standardised(call: LayerCall) -> dict[str, Share]:
     used = WinogradGradient(module, call.x, dy, call.units, has_gain="gain" in call.wanted)
     by_ghost = partial(_moments_by_ghost, call, dy, used, facts)
     known = cache(by_ghost if used.by_ghost and facts.steep else partial(_moments, used, facts))
-    shares: dict[str, Share] = {
-        "weight": Standardised(used, facts.standardisation, known),
-        "gain": Along(used, facts.standardisation, known),
+    layer_gradients: dict[str, LayerGradient] = {
+        "weight": StandardisedGradient(used, facts.standardisation, known),
+        "gain": GainGradient(used, facts.standardisation, known),
     }
-    return {**shares, **_bias(call, dy)}
+    return {**layer_gradients, **_bias(call, dy)}
 
 
-def held(call: LayerCall) -> dict[str, Share]:
+def held(call: LayerCall) -> dict[str, LayerGradient]:
     """A standardised convolution that Winograd's method does not take."""
     module = call.module
     if not isinstance(module, HeldWSConv2d):
@@ -149,8 +156,12 @@ def held(call: LayerCall) -> dict[str, Share]:
     return standardised_by_windows(replace(call, module=module.layer), module.facts().standardisation)
 
 
-def _bias(call: LayerCall, dy: Tensor) -> dict[str, Share]:
-    return {"bias": Kept(sum_by_unit(moments.channel_sums(dy), call.units))} if "bias" in call.wanted else {}
+def _bias(call: LayerCall, dy: Tensor) -> dict[str, LayerGradient]:
+    return (
+        {"bias": MaterialisedGradient(sum_by_unit(moments.channel_sums(dy), call.units))}
+        if "bias" in call.wanted
+        else {}
+    )
 
 
 def _moments(used: WinogradGradient, facts: Facts) -> Moments:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpvision.gradients.layer_gradient import (
-    Kept,
-    Share,
+    LayerGradient,
+    MaterialisedGradient,
     ghost_pays,
     gram_norms_sq,
     scale_by_unit,
@@ -22,7 +22,7 @@ from dpvision.gradients.layer_gradient import (
     sum_of_squares,
     sum_over_space,
     underflow,
-    without_dead,
+    without_nonfinite,
 )
 from dpvision.gradients.rules.rule import LayerCall, register
 from dpvision.kernels import windows
@@ -86,7 +86,7 @@ def channels_inside(x_NCS: Tensor) -> bool:
 
 
 @final
-class Correlated(Share):
+class ConvolutionGradient(LayerGradient):
     """A convolution's weight gradient, formed per unit or kept as input and output gradient, by the shapes."""
 
     def __init__(self, x_NCS: Tensor, dy_NOS: Tensor, geometry: Correlation, units: int) -> None:
@@ -120,12 +120,15 @@ class Correlated(Share):
             return sum_of_squares(formed_UOD)
         return self._squares_U + underflow(formed_UOD.flatten(1))
 
-    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+    def weighted_sum(self, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
         geometry = self._geometry
         if self._formed_UOD is not None:
-            total_OD = Kept(self._formed_UOD).weighted_sum(factor_U, dead_U)
+            total_OD = MaterialisedGradient(self._formed_UOD).weighted_sum(factor_U, nonfinite_U)
             return geometry.from_order(total_OD, channels_inside=self.channels_inside)
-        x_NCS, dy_NOS = without_dead(self._x, dead_U), scale_by_unit(without_dead(self._dy, dead_U), factor_U)
+        x_NCS, dy_NOS = (
+            without_nonfinite(self._x, nonfinite_U),
+            scale_by_unit(without_nonfinite(self._dy, nonfinite_U), factor_U),
+        )
         if self.by_ghost and _products_pay(x_NCS, geometry):
             total_OD = _sum_by_products(x_NCS, dy_NOS, geometry)
             return geometry.from_order(total_OD, channels_inside=True)
@@ -133,12 +136,12 @@ class Correlated(Share):
         step = geometry.stride, [0] * dims, geometry.dilation, False, [0] * dims, geometry.groups
         return torch.ops.aten.convolution_backward(dy_NOS, x_NCS, geometry.weight, None, *step, [False, True, False])[1]
 
-    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
         if self._formed_UOD is None:
-            return super().add_weighted_sum(total, factor_U, dead_U)
+            return super().add_weighted_sum(total, factor_U, nonfinite_U)
         inside = self.channels_inside
         total_OD = None if total is None else self._geometry.to_order(total, channels_inside=inside)
-        total_OD = Kept(self._formed_UOD).add_weighted_sum(total_OD, factor_U, dead_U)
+        total_OD = MaterialisedGradient(self._formed_UOD).add_weighted_sum(total_OD, factor_U, nonfinite_U)
         return self._geometry.from_order(total_OD, channels_inside=inside)
 
     def per_unit(self) -> Tensor:
@@ -230,16 +233,16 @@ def _pair(sizes: Sizes) -> tuple[int, int]:
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
-def convolution(call: LayerCall) -> dict[str, Share]:
+def convolution(call: LayerCall) -> dict[str, LayerGradient]:
     """Any ordinary convolution: the input is padded as the layer does it, then correlated."""
     module = call.module
     if not isinstance(module, Convolution):
         raise TypeError(f"not a convolution: {type(module).__name__}")
     geometry = geometry_of(module, module.weight.detach())
-    return correlation_shares(call, pad_as(module, call.x), call.dy, geometry)
+    return correlation_gradients(call, pad_as(module, call.x), call.dy, geometry)
 
 
-def transposed(call: LayerCall) -> dict[str, Share]:
+def transposed(call: LayerCall) -> dict[str, LayerGradient]:
     """A transposed convolution is an ordinary one whose input and output gradient have changed places."""
     module = call.module
     if not isinstance(module, nn.ConvTranspose2d):
@@ -247,7 +250,7 @@ def transposed(call: LayerCall) -> dict[str, Share]:
     geometry = geometry_of(module, module.weight.detach())
     height, width = (int(size) for size in module.padding)
     seen = F.pad(call.dy, (width, width, height, height))
-    return correlation_shares(call, seen, call.x, geometry)
+    return correlation_gradients(call, seen, call.x, geometry)
 
 
 def geometry_of(module: Convolution | nn.ConvTranspose2d, weight: Tensor) -> Correlation:
@@ -255,14 +258,16 @@ def geometry_of(module: Convolution | nn.ConvTranspose2d, weight: Tensor) -> Cor
     return Correlation(weight, module.kernel_size, module.stride, module.dilation, module.groups)
 
 
-def correlation_shares(call: LayerCall, x_NCS: Tensor, dy_NOS: Tensor, geometry: Correlation) -> dict[str, Share]:
-    """Weight and bias shares of one correlation."""
-    shares: dict[str, Share] = {}
+def correlation_gradients(
+    call: LayerCall, x_NCS: Tensor, dy_NOS: Tensor, geometry: Correlation
+) -> dict[str, LayerGradient]:
+    """Weight and bias layer_gradients of one correlation."""
+    layer_gradients: dict[str, LayerGradient] = {}
     if "weight" in call.wanted:
-        shares["weight"] = Correlated(seen_by(geometry, x_NCS, dy_NOS), dy_NOS, geometry, call.units)
+        layer_gradients["weight"] = ConvolutionGradient(seen_by(geometry, x_NCS, dy_NOS), dy_NOS, geometry, call.units)
     if "bias" in call.wanted:
-        shares["bias"] = Kept(sum_by_unit(sum_over_space(call.dy), call.units))
-    return shares
+        layer_gradients["bias"] = MaterialisedGradient(sum_by_unit(sum_over_space(call.dy), call.units))
+    return layer_gradients
 
 
 def seen_by(geometry: Correlation, x_NCS: Tensor, dy_NOS: Tensor) -> Tensor:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from torch import nn
 
-from dpvision.gradients.layer_gradient import Kept, Share, sum_by_unit, sum_over_space
+from dpvision.gradients.layer_gradient import LayerGradient, MaterialisedGradient, sum_by_unit, sum_over_space
 from dpvision.gradients.rules.rule import LayerCall, register
 from dpvision.models.layers import ScalarGain
 
 
-def prelu(call: LayerCall) -> dict[str, Share]:
+def prelu(call: LayerCall) -> dict[str, LayerGradient]:
     """One slope for all channels, or one each: the gradient is the negative part of the input times ``dy``."""
     module = call.module
     if not isinstance(module, nn.PReLU):
         raise TypeError(f"not a PReLU: {type(module).__name__}")
     product = call.dy * call.x.clamp(max=0)
     if module.num_parameters == 1:
-        return {"weight": Kept(product.reshape(call.units, -1).sum(1, keepdim=True))}
-    return {"weight": Kept(sum_by_unit(sum_over_space(product), call.units))}
+        return {"weight": MaterialisedGradient(product.reshape(call.units, -1).sum(1, keepdim=True))}
+    return {"weight": MaterialisedGradient(sum_by_unit(sum_over_space(product), call.units))}
 
 
-def scalar_gain(call: LayerCall) -> dict[str, Share]:
+def scalar_gain(call: LayerCall) -> dict[str, LayerGradient]:
     """One number that scales everything."""
-    return {"gain": Kept((call.dy * call.x).reshape(call.units, -1).sum(1))}
+    return {"gain": MaterialisedGradient((call.dy * call.x).reshape(call.units, -1).sum(1))}
 
 
 register(nn.PReLU, rule=prelu, parameters=("weight",))

@@ -10,12 +10,18 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from dpvision.gradients.layer_gradient import Share, ghost_pays, scale_by_unit, sum_of_squares, without_dead
+from dpvision.gradients.layer_gradient import (
+    LayerGradient,
+    ghost_pays,
+    scale_by_unit,
+    sum_of_squares,
+    without_nonfinite,
+)
 from dpvision.gradients.rules.rule import LayerCall, register
 
 
 @final
-class Lookups(Share):
+class EmbeddingGradient(LayerGradient):
     """The table's gradient, kept as indices and the gradients of what they fetched."""
 
     def __init__(self, index_UT: Tensor, g_UTD: Tensor, vectors: int) -> None:
@@ -34,8 +40,8 @@ class Lookups(Share):
         merged = torch.linalg.vector_norm(merged_UTD, dim=2, dtype=torch.float64).square()
         return torch.where(first_UT, merged, torch.zeros_like(merged)).sum(1)
 
-    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
-        g_UTD = scale_by_unit(without_dead(self._g_UTD, dead_U), factor_U)
+    def weighted_sum(self, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
+        g_UTD = scale_by_unit(without_nonfinite(self._g_UTD, nonfinite_U), factor_U)
         total = g_UTD.new_zeros(self._vectors, g_UTD.shape[2])
         return total.index_add_(0, self._index_UT.flatten(), g_UTD.flatten(0, 1))
 
@@ -47,7 +53,7 @@ class Lookups(Share):
         return table.view(units, self._vectors, -1)
 
 
-def embedding(call: LayerCall) -> dict[str, Share]:
+def embedding(call: LayerCall) -> dict[str, LayerGradient]:
     """Rows at ``padding_idx`` get no gradient, as in the layer itself."""
     module = call.module
     if not isinstance(module, nn.Embedding):
@@ -56,7 +62,7 @@ def embedding(call: LayerCall) -> dict[str, Share]:
     g_UTD = call.dy.reshape(call.units, -1, call.dy.shape[-1])
     if module.padding_idx is not None:
         g_UTD = g_UTD.masked_fill((index_UT == module.padding_idx)[:, :, None], 0.0)
-    return {"weight": Lookups(index_UT, g_UTD, module.num_embeddings)}
+    return {"weight": EmbeddingGradient(index_UT, g_UTD, module.num_embeddings)}
 
 
 def _has_no_side_effect(module: nn.Module) -> bool:

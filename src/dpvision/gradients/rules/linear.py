@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.gradients.layer_gradient import (
-    Kept,
-    Share,
+    LayerGradient,
+    MaterialisedGradient,
     ghost_pays,
     gram_norms_sq,
     scale_by_unit,
     sum_of_squares,
-    without_dead,
+    without_nonfinite,
 )
 from dpvision.gradients.rules.rule import LayerCall, register
 from dpvision.kernels import skinny
@@ -27,14 +27,14 @@ _RUN: Final = 512
 
 
 @final
-class OuterProducts(Share):
+class LinearGradient(LayerGradient):
     """The weight gradient ``Σ_t g_t a_tᵀ`` of each unit, kept as its factors.
 
     ``squares_N`` is ‖a‖² of the rows, if known, and ``g_UO`` is g where a unit has one position.
     """
 
     def __init__(
-        self, a_UTI: Tensor, g_UTO: Tensor, *, squares_N: Tensor | None = None, g_UO: Kept | None = None
+        self, a_UTI: Tensor, g_UTO: Tensor, *, squares_N: Tensor | None = None, g_UO: MaterialisedGradient | None = None
     ) -> None:
         self._a_UTI = a_UTI
         self._g_UTO = g_UTO
@@ -55,22 +55,22 @@ class OuterProducts(Share):
             return gram_norms_sq(self._a_UTI, self._g_UTO)
         return sum_of_squares(self.per_unit())
 
-    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+    def weighted_sum(self, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
         if self._formed is not None:  # what the norm was taken of: another product could round to something longer
-            return Kept(self._formed).weighted_sum(factor_U, dead_U)
+            return MaterialisedGradient(self._formed).weighted_sum(factor_U, nonfinite_U)
         a_NI, g_NO = self._a_UTI.flatten(0, 1), self._g_UTO.flatten(0, 1)
         if skinny.takes(a_NI, g_NO):
-            positions, factor_N = self._a_UTI.shape[1], without_dead(factor_U, dead_U)
+            positions, factor_N = self._a_UTI.shape[1], without_nonfinite(factor_U, nonfinite_U)
             return skinny.outer_sum(a_NI, g_NO, factor_N if positions == 1 else factor_N.repeat_interleave(positions))
-        a_NI, g_NO = without_dead(a_NI, dead_U), scale_by_unit(without_dead(g_NO, dead_U), factor_U)
+        a_NI, g_NO = without_nonfinite(a_NI, nonfinite_U), scale_by_unit(without_nonfinite(g_NO, nonfinite_U), factor_U)
         # Runs of rows in their own precision, the runs in float64: a long sum would round away more than noise covers.
         runs = zip(a_NI.split(_RUN), g_NO.split(_RUN), strict=True)
         return torch.stack([g.mT @ a for a, g in runs]).sum(0, dtype=torch.float64)
 
-    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
         if self._formed is not None:
-            return Kept(self._formed).add_weighted_sum(total, factor_U, dead_U)
-        return super().add_weighted_sum(total, factor_U, dead_U)
+            return MaterialisedGradient(self._formed).add_weighted_sum(total, factor_U, nonfinite_U)
+        return super().add_weighted_sum(total, factor_U, nonfinite_U)
 
     def per_unit(self) -> Tensor:
         if self._formed is None:
@@ -78,17 +78,17 @@ class OuterProducts(Share):
         return self._formed
 
 
-def linear(call: LayerCall, squares_N: Tensor | None = None) -> dict[str, Share]:
+def linear(call: LayerCall, squares_N: Tensor | None = None) -> dict[str, LayerGradient]:
     """Weight from outer products, bias from the output gradient alone; ``squares_N`` is ‖x‖² of the rows, if known."""
     a_UTI = call.x.reshape(call.units, -1, call.x.shape[-1])
     g_UTO = call.dy.reshape(call.units, -1, call.dy.shape[-1])
-    shares: dict[str, Share] = {}
-    g_UO = Kept(g_UTO[:, 0]) if g_UTO.shape[1] == 1 else None
+    layer_gradients: dict[str, LayerGradient] = {}
+    g_UO = MaterialisedGradient(g_UTO[:, 0]) if g_UTO.shape[1] == 1 else None
     if "weight" in call.wanted:
-        shares["weight"] = OuterProducts(a_UTI, g_UTO, squares_N=squares_N, g_UO=g_UO)
+        layer_gradients["weight"] = LinearGradient(a_UTI, g_UTO, squares_N=squares_N, g_UO=g_UO)
     if "bias" in call.wanted:
-        shares["bias"] = g_UO or Kept(g_UTO.sum(1))
-    return shares
+        layer_gradients["bias"] = g_UO or MaterialisedGradient(g_UTO.sum(1))
+    return layer_gradients
 
 
 register(nn.Linear, rule=linear)

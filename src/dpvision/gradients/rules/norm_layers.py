@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpvision.gradients.layer_gradient import Kept, Share, sum_by_unit, sum_over_space
+from dpvision.gradients.layer_gradient import LayerGradient, MaterialisedGradient, sum_by_unit, sum_over_space
 from dpvision.gradients.rules.rule import LayerCall, register
 
 InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 
 
-def group_norm(call: LayerCall) -> dict[str, Share]:
+def group_norm(call: LayerCall) -> dict[str, LayerGradient]:
     """Statistics over the groups of one row."""
     module = call.module
     if not isinstance(module, nn.GroupNorm):
@@ -22,7 +22,7 @@ def group_norm(call: LayerCall) -> dict[str, Share]:
     return _channels_first(call, F.group_norm(call.x, module.num_groups, eps=module.eps))
 
 
-def instance_norm(call: LayerCall) -> dict[str, Share]:
+def instance_norm(call: LayerCall) -> dict[str, LayerGradient]:
     """Statistics over the space of one channel of one row."""
     module = call.module
     if not isinstance(module, InstanceNorm):
@@ -30,7 +30,7 @@ def instance_norm(call: LayerCall) -> dict[str, Share]:
     return _channels_first(call, F.instance_norm(call.x, eps=module.eps))
 
 
-def layer_norm(call: LayerCall) -> dict[str, Share]:
+def layer_norm(call: LayerCall) -> dict[str, LayerGradient]:
     """Statistics over the last dimensions of each position."""
     module = call.module
     if not isinstance(module, nn.LayerNorm):
@@ -39,7 +39,7 @@ def layer_norm(call: LayerCall) -> dict[str, Share]:
     return _features_last(call, F.layer_norm(call.x, shape, eps=module.eps), len(shape))
 
 
-def rms_norm(call: LayerCall) -> dict[str, Share]:
+def rms_norm(call: LayerCall) -> dict[str, LayerGradient]:
     """Root mean square over the last dimensions of each position."""
     module = call.module
     if not isinstance(module, nn.RMSNorm):
@@ -48,23 +48,23 @@ def rms_norm(call: LayerCall) -> dict[str, Share]:
     return _features_last(call, F.rms_norm(call.x, shape, eps=module.eps), len(shape))
 
 
-def _channels_first(call: LayerCall, normalised: Tensor) -> dict[str, Share]:
-    shares: dict[str, Share] = {}
+def _channels_first(call: LayerCall, normalised: Tensor) -> dict[str, LayerGradient]:
+    layer_gradients: dict[str, LayerGradient] = {}
     if "weight" in call.wanted:
-        shares["weight"] = Kept(sum_by_unit(sum_over_space(normalised * call.dy), call.units))
+        layer_gradients["weight"] = MaterialisedGradient(sum_by_unit(sum_over_space(normalised * call.dy), call.units))
     if "bias" in call.wanted:
-        shares["bias"] = Kept(sum_by_unit(sum_over_space(call.dy), call.units))
-    return shares
+        layer_gradients["bias"] = MaterialisedGradient(sum_by_unit(sum_over_space(call.dy), call.units))
+    return layer_gradients
 
 
-def _features_last(call: LayerCall, normalised: Tensor, features: int) -> dict[str, Share]:
+def _features_last(call: LayerCall, normalised: Tensor, features: int) -> dict[str, LayerGradient]:
     shape = call.x.shape[-features:]
-    shares: dict[str, Share] = {}
+    layer_gradients: dict[str, LayerGradient] = {}
     if "weight" in call.wanted:
-        shares["weight"] = Kept((normalised * call.dy).reshape(call.units, -1, *shape).sum(1))
+        layer_gradients["weight"] = MaterialisedGradient((normalised * call.dy).reshape(call.units, -1, *shape).sum(1))
     if "bias" in call.wanted:
-        shares["bias"] = Kept(call.dy.reshape(call.units, -1, *shape).sum(1))
-    return shares
+        layer_gradients["bias"] = MaterialisedGradient(call.dy.reshape(call.units, -1, *shape).sum(1))
+    return layer_gradients
 
 
 def _has_no_statistics(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from dpvision.gradients.layer_gradient import Share
+from dpvision.gradients.layer_gradient import LayerGradient
 
 
 @final
@@ -29,7 +29,7 @@ class LayerCall:
     y: Tensor | None = None
 
 
-Rule = Callable[[LayerCall], dict[str, Share]]
+Rule = Callable[[LayerCall], dict[str, LayerGradient]]
 
 
 @final

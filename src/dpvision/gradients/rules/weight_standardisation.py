@@ -19,8 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpvision.gradients.layer_gradient import Finish, Kept, Share, sum_by_unit, sum_of_squares, sum_over_space
-from dpvision.gradients.rules.convolution import Correlated, Correlation, seen_by
+from dpvision.gradients.layer_gradient import (
+    Finish,
+    LayerGradient,
+    MaterialisedGradient,
+    sum_by_unit,
+    sum_of_squares,
+    sum_over_space,
+)
+from dpvision.gradients.rules.convolution import ConvolutionGradient, Correlation, seen_by
 from dpvision.gradients.rules.rule import LayerCall, register
 from dpvision.kernels.filter_moments import filter_moments
 from dpvision.kernels.pull_back import pull_back
@@ -44,7 +51,7 @@ class Standardisation:
     live_O: Tensor
 
     @staticmethod
-    def of(weight: Tensor, gain_O: Tensor | None, eps: float) -> Standardisation:
+    def from_layer(weight: Tensor, gain_O: Tensor | None, eps: float) -> Standardisation:
         """Read off a layer's raw weight and its gain."""
         weight_OD = weight.detach().flatten(1)
         mean_O = weight_OD.mean(1)
@@ -105,10 +112,10 @@ class Moments:
 
 
 @final
-class Standardised(Share):
-    """The raw weight's gradient, from the share of the weight that the convolution uses."""
+class StandardisedGradient(LayerGradient):
+    """The raw weight's gradient, from the layer_gradient of the weight that the convolution uses."""
 
-    def __init__(self, used: Share, facts: Standardisation, moments: Callable[[], Moments]) -> None:
+    def __init__(self, used: LayerGradient, facts: Standardisation, moments: Callable[[], Moments]) -> None:
         self._used = used
         self._facts = facts
         self._moments = moments
@@ -131,11 +138,11 @@ class Standardised(Share):
             hidden_U = hidden_U + (2 * along_UO.abs() * moments.doubt_UO) @ scale_sq_O
         return kept_U + hidden_U
 
-    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
-        return self._used.weighted_sum(factor_U, dead_U)
+    def weighted_sum(self, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
+        return self._used.weighted_sum(factor_U, nonfinite_U)
 
-    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
-        return self._used.add_weighted_sum(total, factor_U, dead_U)
+    def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
+        return self._used.add_weighted_sum(total, factor_U, nonfinite_U)
 
     @property
     def finish(self) -> Finish:
@@ -149,10 +156,10 @@ class Standardised(Share):
 
 
 @final
-class Along(Share):
+class GainGradient(LayerGradient):
     """The gain's gradient: ⟨z, e⟩ of each filter, with its doubt where it has one."""
 
-    def __init__(self, used: Share, facts: Standardisation, moments: Callable[[], Moments]) -> None:
+    def __init__(self, used: LayerGradient, facts: Standardisation, moments: Callable[[], Moments]) -> None:
         self._used = used
         self._facts = facts
         self._moments = moments
@@ -162,34 +169,34 @@ class Along(Share):
         self._known = self._moments()
         return sum_of_squares(self._known.along_UO)
 
-    def weighted_sum(self, factor_U: Tensor, dead_U: Tensor | None) -> Tensor:
+    def weighted_sum(self, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
         if self._known is not None:
-            return Kept(self._known.along_UO).weighted_sum(factor_U, dead_U)
-        e = self._used.finish(self._used.weighted_sum(factor_U, dead_U))
+            return MaterialisedGradient(self._known.along_UO).weighted_sum(factor_U, nonfinite_U)
+        e = self._used.finish(self._used.weighted_sum(factor_U, nonfinite_U))
         return (e.flatten(1) * self._facts.z_OD).sum(1)
 
     def per_unit(self) -> Tensor:
         return self._moments().along_UO
 
 
-def standardised(call: LayerCall, facts: Standardisation | None = None) -> dict[str, Share]:
+def standardised(call: LayerCall, facts: Standardisation | None = None) -> dict[str, LayerGradient]:
     """Raw weight and gain from the used weight's gradient, bias as in any convolution."""
     module = call.module
     if not isinstance(module, WSConv2d):
         raise TypeError(f"not a WSConv2d: {type(module).__name__}")
-    shares: dict[str, Share] = {}
+    layer_gradients: dict[str, LayerGradient] = {}
     if "bias" in call.wanted:
-        shares["bias"] = Kept(sum_by_unit(sum_over_space(call.dy), call.units))
+        layer_gradients["bias"] = MaterialisedGradient(sum_by_unit(sum_over_space(call.dy), call.units))
     if call.wanted & {"weight", "gain"}:
         geometry = _geometry(module)
         x = seen_by(geometry, module.pad(call.x), call.dy)
-        used = Correlated(x, call.dy, geometry, call.units)
-        facts = facts or Standardisation.of(module.weight, module.gain, module.eps)
+        used = ConvolutionGradient(x, call.dy, geometry, call.units)
+        facts = facts or Standardisation.from_layer(module.weight, module.gain, module.eps)
         by_ghost = partial(_moments_by_ghost, call, x, geometry, facts)
         known = cache(by_ghost if used.by_ghost else partial(_moments, used, geometry, facts))
-        shares["weight"] = Standardised(used, facts, known)
-        shares["gain"] = Along(used, facts, known)
-    return {name: share for name, share in shares.items() if name in call.wanted}
+        layer_gradients["weight"] = StandardisedGradient(used, facts, known)
+        layer_gradients["gain"] = GainGradient(used, facts, known)
+    return {name: layer_gradient for name, layer_gradient in layer_gradients.items() if name in call.wanted}
 
 
 def _geometry(module: WSConv2d) -> Correlation:
@@ -197,7 +204,7 @@ def _geometry(module: WSConv2d) -> Correlation:
     return Correlation(module.weight.detach(), size, stride, (1, 1), module.groups)
 
 
-def _moments(used: Correlated, geometry: Correlation, facts: Standardisation) -> Moments:
+def _moments(used: ConvolutionGradient, geometry: Correlation, facts: Standardisation) -> Moments:
     e_UOD = used.formed()
     z_OD = geometry.to_order(facts.z_OD.view_as(geometry.weight), channels_inside=used.channels_inside)
     moments_UMO = filter_moments(e_UOD, z_OD)
@@ -215,7 +222,7 @@ def _plainly(e_UOD: Tensor, z_OD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _moments_by_ghost(call: LayerCall, x: Tensor, geometry: Correlation, facts: Standardisation) -> Moments:
     """The same without forming e: ⟨z, e⟩ = Σ_t dy · (z ∗ x), Σe = Σ_t dy · (box sum of x)."""
-    scaled = Correlated(x, call.dy * facts.scale_O[:, None, None], geometry, call.units)
+    scaled = ConvolutionGradient(x, call.dy * facts.scale_O[:, None, None], geometry, call.units)
     z = facts.z_OD.view_as(geometry.weight)
     along = call.dy * F.conv2d(x, z, stride=geometry.stride, groups=geometry.groups)
     in_group = x.unflatten(1, (geometry.groups, -1)).sum(2)
