@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: figures, a chart and the command that made them, written whole or not at all."""
+"""docs/evidence/benchmarks.md: figures, a chart and the command that made them, written whole or not at all."""
 
 from __future__ import annotations
 

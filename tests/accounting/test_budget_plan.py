@@ -203,7 +203,7 @@ def test_a_plan_can_be_drawn(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_page_on_accounting_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).parents[2] / "docs" / "accounting.md"
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "accounting.md"
     example = page.read_text().split("```python\n")[1].split("```")[0]
     (tmp_path / "example.py").write_text(example)
     runpy.run_path(str(tmp_path / "example.py"))

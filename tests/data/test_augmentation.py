@@ -437,8 +437,8 @@ def test_settings_can_be_said_in_words() -> None:
 
 
 def test_the_example_in_the_docs_runs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "views.md"
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "augmented-views.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(code, "docs/views.md", "exec"), names)  # noqa: S102 - our own page
+    exec(compile(code, "docs/concepts/augmented-views.md", "exec"), names)  # noqa: S102 - our own page
     assert names["views"].shape == (32, 3, 32, 32)

@@ -252,7 +252,7 @@ def test_known_sets_have_no_groups(options: LoadOptions) -> None:
 
 
 def test_the_example_of_the_data_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "data.md").read_text()
     example, _ = re.findall("```python\n(.*?)```", page, flags=re.DOTALL)  # the other one needs masks: test_data_masks
     exec(example, {})  # noqa: S102 - our own page
     assert "Microbatch(inputs=(32, 1, 28, 28), sensitive)" in capsys.readouterr().out

@@ -389,10 +389,10 @@ def test_the_example_in_the_docs_runs(
 ) -> None:
     for name in ("patient1_0", "patient1_1", "patient2_0"):
         write_pair(tmp_path, name)
-    page = Path(__file__).parents[2] / "docs" / "data.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "data.md"
     _, code = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(compile(code, "docs/data.md", "exec"), names)  # noqa: S102 - our own page
+    exec(compile(code, "docs/reference/data.md", "exec"), names)  # noqa: S102 - our own page
     assert names["store"].owners == ("patient1", "patient1", "patient2")
     assert capsys.readouterr().out == "True torch.Size([3, 128, 128])\n"

@@ -1,4 +1,4 @@
-"""docs/segmentation.md tells the truth: its commands parse, its names exist, its Python compiles."""
+"""docs/guides/segmentation.md tells the truth: its commands parse, its names exist, its Python compiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpvision.inference import MaskMetrics
 from dpvision.models.losses import LOSSES
 from dpvision.papers import find_recipe
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "segmentation.md").read_text()
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "segmentation.md").read_text()
 COMMANDS = re.findall(r"^dpvision (.*)$", PAGE, re.MULTILINE)
 
 

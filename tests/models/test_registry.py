@@ -266,7 +266,7 @@ def test_small_images_of_eight_pixels_pass(name: str) -> None:
     assert models.create(name, in_channels=1, seed=0, **options)(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 
 
 def test_the_page_of_models_names_every_model_with_its_size() -> None:

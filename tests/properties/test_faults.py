@@ -1,6 +1,6 @@
 """A disk that fails, a clock that jumps, a second process: one clear line, and a run that can go on or says why not.
 
-docs/faults.md has the table; tests of single files are in test_run_folder.py and test_ledger.py.
+docs/concepts/faults.md has the table; tests of single files are in test_run_folder.py and test_ledger.py.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ MAX_SIDE = 4096
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
     """``image_size``: side of a square, or (height, width): the image is scaled to cover it and cropped in the
-    middle, or squashed to it with ``squash``. None keeps the size found, see ``docs/data.md`` for folders.
+    middle, or squashed to it with ``squash``. None keeps the size found, see ``docs/reference/data.md`` for folders.
 
     ``channels``: 1 (grey), 3 (colour) or None, as found. ``skip_bad`` leaves out images that can't be read.
 

@@ -4,7 +4,7 @@ Two things make a Gaussian mechanism on a computer weaker than on paper. First, 
 (``torch.randn`` on a CPU never passes 5.768 standard deviations) put a floor under delta. Here the radius of every
 pair of normals reaches 13.37, finely resolved on the whole way. Second, the low bits of a floating-point sum tell
 what was added to what. Here the clipped sum and the noise are both rounded to one public grid before they meet, so that
-their sum is exact and everything after it is post-processing. docs/guarantee.md says what remains.
+their sum is exact and everything after it is post-processing. docs/concepts/guarantee.md says what remains.
 """
 
 from __future__ import annotations
