@@ -36,7 +36,7 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 
 
 def test_every_page_is_linked_from_the_index() -> None:
-    index = ROOT / "docs" / "index.md" / "index.md" / "index.md"
+    index = ROOT / "docs" / "index.md"
     linked = {target for target, _ in links(index)}
     pages = {page for page in PAGES if page.is_relative_to(ROOT / "docs") and page.parent.name != "decisions"}
     assert pages - {index} <= linked
