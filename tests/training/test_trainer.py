@@ -20,7 +20,7 @@ from dpvision.privacy.budget import BudgetSpent
 from dpvision.privacy.ledger import charges_of, read_ledger
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.randomness import Keys
-from dpvision.release.report_page import write_report
+from dpvision.release.report import write_report
 from dpvision.release.verify import verify
 from dpvision.storage.run_folder import RunFolder
 from dpvision.training import resume_training, train

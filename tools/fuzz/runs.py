@@ -19,7 +19,7 @@ from dpvision.cli.run_settings import build_config
 from dpvision.config import parse_config
 from dpvision.inference.load import load_model
 from dpvision.privacy.ledger import read_ledger
-from dpvision.release.report_page import write_report
+from dpvision.release.report import write_report
 from dpvision.release.schema import parse_certificate
 from dpvision.release.verify import verify
 from dpvision.training import resume_training

@@ -1,4 +1,8 @@
-"""What the page is made of: the public files of a run, checked before use."""
+"""The public files of a finished run, parsed and checked: what a report and the terminal summary are made of.
+
+Only release/certificate.json, metrics.json and config.json are read, and the example images if the certificate
+declares them public. Nothing here reads private/.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,14 @@ _Count = Annotated[int, Field(ge=0)]
 
 
 class _Facts(BaseModel):
-    """Frozen; numbers are finite. Unknown keys are left alone, so that a page can be made of newer figures."""
+    """Frozen, with finite numbers. Unknown keys are ignored, so that files of newer versions can be shown."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 @final
-class CurvePoint(_Facts):
-    """The model on public data after some steps."""
+class TrainingPoint(_Facts):
+    """Scores on public test data after ``step`` training steps."""
 
     step: _Count
     epsilon: float | None = Field(default=None, ge=0)
@@ -35,29 +39,27 @@ class CurvePoint(_Facts):
     dice: _Share | None = None
 
     @model_validator(mode="after")
-    def _has_a_score(self) -> CurvePoint:
+    def _has_a_score(self) -> TrainingPoint:
         if self.accuracy is None and self.dice is None:
             raise ValueError("a point has neither accuracy nor dice")
         return self
 
     @property
     def score(self) -> float:
-        """Dice, or accuracy where a picture has one class."""
+        """Dice for segmentation, accuracy for classification."""
         return (self.accuracy or 0.0) if self.dice is None else self.dice
 
 
 @final
 class ClassOverlap(_Facts):
-    """How well the pixels of one class are found."""
+    """Dice of one class."""
 
     dice: _Share
-    iou: _Share | None = None
-    dice_per_patient: _Share | None = None
 
 
 @final
 class Overlaps(_Facts):
-    """The released model on public pictures of which every pixel has a class."""
+    """The released model on public images with masks."""
 
     dice: _Share
     iou: _Share | None = None
@@ -72,7 +74,7 @@ class Overlaps(_Facts):
 
 @final
 class FinalMetrics(_Facts):
-    """The released model on public data. ``overlaps`` instead of accuracies where every pixel has a class."""
+    """The released model on public data. Segmentation has ``overlaps`` instead of accuracies."""
 
     task: Literal["classification", "segmentation"] = "classification"
     accuracy: _Share | None = None
@@ -88,8 +90,8 @@ class FinalMetrics(_Facts):
 
     @model_validator(mode="before")
     @classmethod
-    def _overlaps_by_themselves(cls, values: Any) -> Any:
-        """What a mask is judged by has names of its own, some of them those of other figures."""
+    def _nest_overlaps(cls, values: Any) -> Any:
+        """Put the metrics of segmentation, whose ``per_class`` has another layout, into ``overlaps``."""
         if not isinstance(values, dict) or values.get("task") != "segmentation":
             return values
         return {**{key: value for key, value in values.items() if key != "per_class"}, "overlaps": values}
@@ -97,41 +99,39 @@ class FinalMetrics(_Facts):
     @model_validator(mode="after")
     def _has_a_score(self) -> FinalMetrics:
         if (self.accuracy if self.task == "classification" else self.overlaps) is None:
-            raise ValueError(f"the figures of {self.task} are missing")
+            raise ValueError(f"the metrics of {self.task} are missing")
         return self
 
     @property
     def score(self) -> float:
-        """The first figure that people ask for: Dice, or accuracy where a picture has one class."""
+        """The headline metric: Dice for segmentation, accuracy for classification."""
         return (self.accuracy or 0.0) if self.overlaps is None else self.overlaps.dice
 
     @property
-    def pictures(self) -> int | None:
-        """How many pictures the figures rest on, where that is known."""
-        if self.count is not None:
-            return self.count
-        return sum(self.per_class_count.values()) or None
+    def images(self) -> int | None:
+        """The number of test images, where it is known."""
+        return self.count if self.count is not None else sum(self.per_class_count.values()) or None
 
 
 @final
 class Metrics(_Facts):
-    """The fields of metrics.json that the page shows."""
+    """The fields of metrics.json that a report shows."""
 
-    curve: tuple[CurvePoint, ...] = ()
+    curve: tuple[TrainingPoint, ...] = ()
     final: FinalMetrics | None = None
     train_seconds: float | None = Field(default=None, ge=0)
 
     @field_validator("final", mode="before")
     @classmethod
     def _none_without_a_score(cls, value: object) -> object:
-        """A run that was stopped before its first evaluation has no figures."""
+        """A run that was stopped before its first evaluation has no metrics."""
         return None if isinstance(value, dict) and not {"accuracy", "dice"} & value.keys() else value
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Everything that the page may know of a run."""
+    """Everything that a report may know of a run."""
 
     name: str
     certificate: Certificate
@@ -141,21 +141,31 @@ class RunFacts:
 
     @property
     def score_name(self) -> str:
-        """What the model is judged by."""
+        """The name of the headline metric."""
         by_pixel = (self.config or {}).get("task") == "segmentation"
         return "Dice" if by_pixel or (self.final is not None and self.final.overlaps is not None) else "accuracy"
 
     @property
     def final(self) -> FinalMetrics | None:
-        """The figures of the finished model."""
+        """The metrics of the finished model."""
         return self.metrics.final if self.metrics else None
 
 
 def read_run(run: Path) -> RunFacts:
-    """The public facts of a run folder.
+    """Read the public facts of a run folder.
 
-    Guarantee: opens release/certificate.json, metrics.json and config.json, and nothing else; never private/. If the
-    certificate declares test pictures public, it opens release/examples.safetensors too.
+    Args:
+        run: The folder that holds release/.
+
+    Returns:
+        The checked contents of its public files.
+
+    Raises:
+        DataError: A file is missing or is not what dpvision writes.
+
+    Guarantee:
+        Opens release/certificate.json, metrics.json and config.json, and nothing else; never private/. Only if the
+        certificate declares test images public, it opens release/examples.safetensors too.
     """
     certificate = _read(run, CERTIFICATE)
     if certificate is None:
@@ -168,17 +178,17 @@ def read_run(run: Path) -> RunFacts:
         certificate=checked,
         metrics=None if metrics is None else checked_metrics(metrics),
         config=_read(run, CONFIG),
-        examples=_examples(run) if pictures_are_public(checked) else (),
+        examples=_examples(run) if images_are_public(checked) else (),
     )
 
 
-def pictures_are_public(certificate: Certificate) -> bool:
-    """Whether test pictures themselves may be seen, not only figures that were measured on them."""
+def images_are_public(certificate: Certificate) -> bool:
+    """Whether test images themselves may be shown, not only metrics that were measured on them."""
     return any(entry.what == SHOWN_PICTURES for entry in certificate.declared)
 
 
 def checked_certificate(values: Mapping[str, Any]) -> Certificate:
-    """A certificate's fields."""
+    """Parse a certificate; a wrong layout is a ``DataError`` of one line."""
     try:
         return parse_certificate(dict(values))
     except ArgumentError as error:
@@ -188,7 +198,7 @@ def checked_certificate(values: Mapping[str, Any]) -> Certificate:
 
 
 def checked_metrics(values: Mapping[str, Any]) -> Metrics:
-    """The figures on public data."""
+    """Parse metrics.json; a wrong layout is a ``DataError`` of one line."""
     try:
         return Metrics.model_validate(dict(values))
     except ValidationError as error:
@@ -197,16 +207,11 @@ def checked_metrics(values: Mapping[str, Any]) -> Metrics:
         raise DataError(f"{METRICS} is not what dpvision writes: {where}: {problem['msg']}.") from error
 
 
-def is_private(certificate: Certificate) -> bool:
-    """Whether there is a guarantee at all."""
-    return certificate.epsilon is not None and certificate.delta is not None
-
-
 def reasons_against_release(certificate: Certificate) -> tuple[str, ...]:
-    """Why this run must not be released. In doubt there is a reason."""
+    """Why this run must not be released; empty if it may be. An inconsistent certificate has a reason, too."""
     if certificate.stamps:
         return tuple(certificate.stamps)
-    if not is_private(certificate):
+    if certificate.epsilon is None or certificate.delta is None:
         return (NO_PRIVACY,)
     if not certificate.for_release:
         return ("the certificate says that this run is not for release, and gives no reason",)
@@ -214,6 +219,7 @@ def reasons_against_release(certificate: Certificate) -> tuple[str, ...]:
 
 
 def _examples(run: Path) -> tuple[Example, ...]:
+    """The example images of a release; none if there is no such file."""
     path = run / "release" / EXAMPLES
     if not path.exists() and not path.is_symlink():
         return ()
@@ -221,7 +227,7 @@ def _examples(run: Path) -> tuple[Example, ...]:
 
 
 def _read(run: Path, name: str) -> dict[str, Any] | None:
-    """A JSON object of the release, or None when there is no such file."""
+    """A JSON object of the release, or None if there is no such file."""
     path = run / "release" / name
     if not path.exists() and not path.is_symlink():
         return None
