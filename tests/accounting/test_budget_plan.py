@@ -193,7 +193,7 @@ def test_epochs_become_the_first_whole_number_of_steps() -> None:
 
 
 def test_a_plan_can_be_drawn(tmp_path: Path) -> None:
-    from dpvision.accounting.budget_chart import draw_plan
+    from dpvision.cli.plan_chart import draw_plan
 
     rows = list(plan(num_units=1000, target_epsilon=3.0, delta=1e-4, expected_batch_sizes=(400, 800), steps=(2, 4)))
     draw_plan(rows, tmp_path / "plan.png")

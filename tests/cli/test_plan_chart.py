@@ -12,10 +12,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dpvision.accounting import PlanRow, guarantee, plan, published_settings
-from dpvision.accounting.budget_chart import draw_plan
-from dpvision.accounting.published import _SETTINGS
+from dpvision.accounting import PlanRow, guarantee, plan
 from dpvision.cli.epsilon_command import plan as plan_command
+from dpvision.cli.plan_chart import PUBLISHED, draw_plan, published_settings
 from dpvision.cli.plan_command import print_plan
 from dpvision.privacy.mechanism import Adjacency, Guarantee, rounded_up
 
@@ -90,8 +89,8 @@ def test_extra_charges_raise_the_noise_of_a_full_batch_too() -> None:
 
 
 def test_what_papers_chose_keeps_the_epsilon_that_they_claim() -> None:
-    assert len(_SETTINGS) == 12
-    for setting in _SETTINGS:
+    assert len(PUBLISHED) == 12
+    for setting in PUBLISHED:
         charges = [(setting.step_event, setting.steps)]
         by_rdp = guarantee(charges, delta=setting.delta, accountant="rdp").epsilon
         assert 0.98 * setting.epsilon < by_rdp < 1.0002 * setting.epsilon, setting
