@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
-from typing import final
+from typing import cast, final
 
 from scipy.optimize import brentq
 
@@ -22,7 +22,7 @@ from dpvision.accounting.pld import most_steps, pld_epsilon
 from dpvision.errors import ArgumentError, Problems
 from dpvision.privacy.mechanism import Adjacency, Event, rounded_up
 
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false, reportUnknownVariableType=false
 # scipy has no stubs.
 
 SMALLEST_USEFUL_NOISE = 0.01
@@ -81,7 +81,10 @@ def last_within(
         The cost of the returned value was computed and is at most ``target``.
     """
     first, last = (grid.index(end) for end in ends)
-    cost_at = cache(lambda index: cost(grid.value(index)))
+
+    @cache
+    def cost_at(index: int) -> float:
+        return cost(grid.value(index))
 
     def excess(place: float) -> float:
         """Return ln(cost / target) at the nearest index, cut off where it would be infinite."""
@@ -106,7 +109,7 @@ def last_within(
             factor = stride if grid.falling else 1 / stride
             index = max(min(grid.index(grid.value(index) * factor), index - 1), first)
         stride *= stride
-    index = round(float(brentq(excess, low, high, xtol=1.0)))
+    index = round(cast("float", brentq(excess, low, high, xtol=1.0)))
     while cost_at(index) > target:
         index -= 1
     while cost_at(index + 1) <= target:
