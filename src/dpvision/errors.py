@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
@@ -151,7 +151,7 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
 @contextmanager
 def translated_errors(
     *kinds: type[Exception], saying: str, to: Callable[[str], DPVisionError] = ArgumentError
-) -> Iterator[None]:
+) -> Generator[None]:
     """Re-raise foreign exceptions of the block as an error of dpvision.
 
     Args:

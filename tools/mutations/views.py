@@ -21,8 +21,8 @@ VIEWS = (
         ("every step makes the same views", '"augmentation", step).reshape', '"augmentation").reshape'),
         (
             "views depend on who else was drawn",
-            "self._keys.bits_by_unit(units, ",
-            "self._keys.bits_by_unit(np.arange(len(units)), ",
+            "keys.bits_by_unit(units, ",
+            "keys.bits_by_unit(np.arange(len(units)), ",
         ),
         (
             "views are summed instead of averaged",

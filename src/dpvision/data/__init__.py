@@ -1,7 +1,7 @@
 """Sources of images, one uint8 store, privacy units, and Poisson draws over them."""
 
 from dpvision.data.augmentation import ViewSettings, erase_views, make_views
-from dpvision.data.batches import ImageBatch, ImageBatches, hold_out, mismatch_note
+from dpvision.data.batches import ImageBatch, ImageBatches, hold_out
 from dpvision.data.datasets import KNOWN, KnownSet, cache_folder
 from dpvision.data.features import FeatureBatch, FeatureDraws, Features, extract, kept_features
 from dpvision.data.images import load_images
@@ -43,7 +43,6 @@ __all__ = [
     "load_images",
     "load_one",
     "make_views",
-    "mismatch_note",
     "read_member",
     "read_volume",
     "released_normalisation",

@@ -26,7 +26,8 @@ from dpvision.data.normalisation import Normalisation
 from dpvision.data.options import Progress
 from dpvision.data.safe_read import open_regular, read_npy
 from dpvision.errors import DataError, Problems
-from dpvision.privacy.values import Microbatch, Sampling
+from dpvision.privacy.sampling import Sampling
+from dpvision.privacy.values import Microbatch
 from dpvision.storage.files import disk_errors, sync_folder
 
 BATCH = 16

@@ -26,7 +26,7 @@ from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.kernels import normals as kernels
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.randomness import Keys, WordStream
-from dpvision.privacy.values import _MADE_BY_PRIVATIZE, ClippedSum, PrivateGrad
+from dpvision.privacy.values import PROOF_OF_NOISE, ClippedSum, PrivateGrad
 
 KEY_BYTES = 32
 GRID_BITS = 30
@@ -165,7 +165,7 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
         rows = {name: kernels.row_of(each, copy=not clipped.disposable) for name, each in some.items()}
         _release_in_place(rows, noise, grid, divisor=mechanism.divisor)
         gradients |= {name: row.to(some[name]) for name, row in rows.items()}
-    return PrivateGrad(gradients, step, proof=_MADE_BY_PRIVATIZE)
+    return PrivateGrad(gradients, step, proof=PROOF_OF_NOISE)
 
 
 def steps_per_draw(numbers: int) -> int:
