@@ -108,7 +108,7 @@ def command(figures: Figures) -> str:
     names = _names(figures.results)
     compiles = " --compile" if any(contender(name).compiles for name in names) else ""
     guests = " --jax-python PYTHON" if JAX in names else ""
-    return f"dpvision bench {what}{compiles}{guests} --threads {figures.threads} --repeats {figures.repeats}"
+    return f"python -m benchmarks {what}{compiles}{guests} --threads {figures.threads} --repeats {figures.repeats}"
 
 
 def _flags(workload: Workload) -> str:
