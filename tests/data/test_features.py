@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import stat
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -310,7 +309,7 @@ def steps_taken(tmp_path: Path, config: RunConfig, keys: Keys) -> dict[str, Tens
     session, _ = start_run(config, tmp_path, seed=3, device="cpu")
     # The same keys whatever the configuration says: now noise, draws and first weights are equal.
     session.keys = keys
-    session.image_draws._sampler = replace(session.image_draws._sampler, keys=keys)
+    session.image_draws._keys = keys
     for name, value in session.model.named_parameters():
         generator = torch.Generator().manual_seed(len(name))
         value.data.copy_(torch.randn(value.shape, generator=generator) * 0.1)
@@ -337,7 +336,7 @@ class Scattered:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_layer: list[int] = []
         self.by_kernel: list[int] = []
-        layer, native_scatter = Scattering.forward, kernel.scatter
+        layer, native_scatter = Scattering.forward, kernel.scatter._run
 
         def in_layer(module: Scattering, x: Tensor) -> Tensor:
             self.by_layer.append(len(x))
@@ -348,7 +347,7 @@ class Scattered:
             return native_scatter(x, *tables)
 
         monkeypatch.setattr(Scattering, "forward", in_layer)
-        monkeypatch.setattr(kernel, "scatter", in_kernel)
+        monkeypatch.setattr(kernel.scatter, "_run", in_kernel)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "plain"])

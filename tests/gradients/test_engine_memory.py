@@ -26,7 +26,7 @@ from dpvision.gradients.rules import weight_standardisation
 from dpvision.gradients.rules.weight_standardisation import Standardisation
 from dpvision.gradients.separability import find_mixing
 from dpvision.gradients.synthetic_batch import synthetic_batch
-from dpvision.kernels import available, memory, skinny
+from dpvision.kernels import memory
 from grads_support import cross_entropy
 
 LAYERS: Final = 6
@@ -153,21 +153,6 @@ def test_what_a_share_made_of_itself_is_gone_before_the_next_one_is_compared_for
     empty = plan.Plan(plan.OwnershipOverrides(), {}, 0, channels_last=False)
     plan._compared(model, cross_entropy, synthetic, empty, plan.UnitGradients(layer_gradients, 0))
     assert alive == [4] * 8 + [4, 3, 2, 1]  # all norms, then sums for one unit and for the other
-
-
-@pytest.mark.skipif(not available(), reason="no native kernels here")
-def test_rules_and_sums_call_their_kernels_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody records gradients of per-unit gradients, so nothing has to go through torch's dispatcher."""
-
-    def refuse(*_: object) -> Tensor:
-        raise AssertionError("called through the dispatcher")
-
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 17, 4))
-    monkeypatch.setattr(skinny, "_outer_sum_operator", refuse)
-    monkeypatch.setattr(skinny, "_forward_operator", refuse)
-    with torch.enable_grad():
-        found = clipped_sum_of_batch(model, cross_entropy, rows(8), clip_norm=1.0, performance=Performance())
-    assert not any(value.requires_grad for value in found.gradients.values())
 
 
 def test_a_total_leaves_when_it_is_asked_for() -> None:

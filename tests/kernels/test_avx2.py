@@ -32,7 +32,7 @@ has_avx2 = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("name", ["windows", "winograd_convolve", "winograd_convolve_anew", "winograd_gradient"])
+@pytest.mark.parametrize("name", ["windows", "winograd_convolve", "winograd_convolve_raw", "winograd_gradient"])
 def test_products_stay_in_registers(name: str) -> None:
     command = [str(COMPILER), *compile.flags("avx2"), "-S", "-o", "-", str(NATIVE / "cpp" / f"{name}.cpp")]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -61,7 +61,8 @@ def test_there_are_kernels_where_there_is_a_compiler() -> None:
 @has_avx2
 def test_kernels_for_avx2_pass_the_tests_of_all_kernels() -> None:
     suites = [
-        str(TESTS / "kernels" / f"test_{name}.py") for name in ("windows", "winograd", "norm_act", "skinny", "scatter")
+        str(TESTS / "kernels" / f"test_{name}.py")
+        for name in ("ops", "conv_gradients", "winograd", "norm_act", "unit_sums", "scatter")
     ]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *suites]
     environment = {**os.environ, "DPVISION_NATIVE": "avx2"}

@@ -7,13 +7,13 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from dpvision import kernels
 from dpvision.errors import ArgumentError
 from dpvision.kernels import winograd
+from dpvision.kernels.ops import Kernel
 
 pytestmark = pytest.mark.skipif(not kernels.available(), reason=f"no native kernels: {kernels.reason()}")
 
@@ -93,7 +93,7 @@ def test_filters_that_are_transformed_in_passing_give_the_same_bits(
     bias = torch.randn(channels[0 if backward else 1], generator=torch.Generator().manual_seed(2))
     for given in (bias, None):
         expected = winograd.convolve(x, winograd.transform(weight, backward=backward), given)
-        found = winograd.convolve(x, winograd.PlainFilters(weight, backward), given)
+        found = winograd.convolve(x, winograd.RawFilters(weight, backward), given)
         assert torch.equal(found, expected)
         assert found.stride() == expected.stride()
 
@@ -198,7 +198,7 @@ def test_one_units_values_do_not_reach_another_unit() -> None:
     assert torch.equal(found[[0, 2]], expected[[0, 2]])
     assert torch.equal(found_moments[[0, 2]], moments[[0, 2]])
     weight = filters(32, 16)
-    for given in (winograd.transform(weight, backward=False), winograd.PlainFilters(weight, False)):
+    for given in (winograd.transform(weight, backward=False), winograd.RawFilters(weight, False)):
         assert winograd.convolve(x, given, None)[[0, 2]].isfinite().all()
 
 
@@ -216,15 +216,15 @@ def test_results_do_not_depend_on_the_number_of_threads(
         gradient, moments = winograd.unit_gradients(x, dy, torch.ones(3, 3, *channels), rows)
         together, _ = winograd.unit_gradients(x, dy, None, 1)
         added = summed(x, dy, torch.linspace(0.1, 1, rows))
-        y, anew = (winograd.convolve(x, some, None) for some in (transformed, winograd.PlainFilters(weight, False)))
-        results.append((transformed.values, y, anew, gradient, moments, together, added))
+        y, raw = (winograd.convolve(x, some, None) for some in (transformed, winograd.RawFilters(weight, False)))
+        results.append((transformed.values, y, raw, gradient, moments, together, added))
     for one, other in pairwise(results):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_rows_output_does_not_depend_on_the_rows_beside_it() -> None:
     x, weight = pictures(17, 32, (9, 10)), filters(32, 16)
-    for given in (winograd.transform(weight, backward=False), winograd.PlainFilters(weight, False)):
+    for given in (winograd.transform(weight, backward=False), winograd.RawFilters(weight, False)):
         together = winograd.convolve(x, given, None)
         assert torch.equal(together, torch.cat([winograd.convolve(row[None], given, None) for row in x]))
 
@@ -237,7 +237,7 @@ def test_filters_may_lie_in_memory_in_any_order() -> None:
         assert torch.equal(winograd.transform(turned, backward=backward).values, expected.values)
         x = pictures(2, 16 if backward else 32, (5, 6))
         assert torch.equal(
-            winograd.convolve(x, winograd.PlainFilters(turned, backward), None), winograd.convolve(x, expected, None)
+            winograd.convolve(x, winograd.RawFilters(turned, backward), None), winograd.convolve(x, expected, None)
         )
 
 
@@ -249,10 +249,10 @@ def test_filters_are_filled_up_with_zeros() -> None:
 
 
 def test_kernels_take_any_number_of_channels_but_none() -> None:
-    assert winograd.takes(in_channels=16, out_channels=48)
-    assert winograd.takes(in_channels=67, out_channels=1)
-    assert not winograd.takes(in_channels=0, out_channels=16)
-    assert not winograd.takes(in_channels=16, out_channels=0)
+    assert winograd.takes_channels(in_channels=16, out_channels=48)
+    assert winograd.takes_channels(in_channels=67, out_channels=1)
+    assert not winograd.takes_channels(in_channels=0, out_channels=16)
+    assert not winograd.takes_channels(in_channels=16, out_channels=0)
 
 
 @pytest.mark.parametrize("channels", [(5, 3), (33, 17)])
@@ -279,48 +279,46 @@ def test_nothing_beyond_a_pixels_channels_is_read_or_written(channels: tuple[int
     bordered_weight.copy_(weight)
     for backward, given, bias in ((False, x, torch.ones(channels[1])), (True, dy, None)):
         kept = winograd.convolve(given, winograd.transform(bordered_weight, backward=backward), bias)
-        anew = winograd.convolve(given, winograd.PlainFilters(bordered_weight, backward), bias)
+        raw = winograd.convolve(given, winograd.RawFilters(bordered_weight, backward), bias)
         assert kept.isfinite().all()
-        assert anew.isfinite().all()
+        assert raw.isfinite().all()
     assert all(part.isfinite().all() for part in (gradient, moments))
 
 
-def test_what_the_kernels_cannot_read_is_refused() -> None:
+def test_images_filters_and_totals_that_do_not_fit_are_refused() -> None:
     x, transformed = pictures(2, 16, (4, 4)), winograd.transform(filters(16, 16), backward=False)
-    for bad in (x.contiguous(), x.double(), x[:, :8], x[:, :, ::2], x[0]):
-        with pytest.raises(ArgumentError, match="x_NCHW must be"):
-            winograd.unit_gradients(bad, x, None, 2)
-    with pytest.raises(ArgumentError, match="x_NCHW must be"):
-        winograd.convolve(x.contiguous(), transformed, None)
-    with pytest.raises(ArgumentError, match="filters must be what transform"):
-        winograd.convolve(pictures(2, 32, (4, 4)), transformed, None)
-    with pytest.raises(ArgumentError, match="filters must be what transform"):
-        winograd.convolve(x, winograd.Filters(transformed.values, 17), None)
-    with pytest.raises(ArgumentError, match="bias_O must be"):
-        winograd.convolve(x, transformed, torch.zeros(32))
+    unfit = (x.contiguous(), x[:, :8], x[:, :, ::2], x[0])
+    wrong_filters = (
+        winograd.Filters(transformed.values, 17),
+        winograd.Filters(transformed.values[:, :, :8], 16),
+        *(winograd.RawFilters(torch.zeros(shape), False) for shape in ((16, 16, 1, 1), (0, 16, 3, 3), (16, 3, 3))),
+        winograd.RawFilters(filters(32, 16), False),
+    )
+    fit = (transformed, winograd.RawFilters(filters(16, 16), False))
+    wrong: list[tuple[object, ...]] = [
+        *((winograd.convolve, bad, each, None) for bad in (*unfit, pictures(2, 32, (4, 4))) for each in fit),
+        *((winograd.convolve, x, bad, None) for bad in wrong_filters),
+        *((winograd.convolve, x, each, torch.zeros(32)) for each in fit),
+        *((winograd.unit_gradients, bad, x, None, 2) for bad in unfit),
+        (winograd.unit_gradients, x, x, None, 3),
+        (winograd.unit_gradients, x, x, None, 0),
+        (winograd.unit_gradients, x, x, torch.zeros(16, 16, 3, 3), 2),
+        (winograd.unit_gradients, x, x[:1], None, 1),
+        (winograd.add_gradient, torch.zeros(3, 3, 16, 17).double(), x, x, torch.ones(2)),
+        (winograd.add_gradient, torch.zeros(16, 16, 3, 3).double(), x, x, torch.ones(2)),
+        (winograd.add_gradient, torch.zeros(3, 3, 16, 16).double(), x, x[:1], torch.ones(2)),
+        (winograd.add_gradient, torch.zeros(3, 3, 16, 16).double(), x, x, torch.ones(3)),
+    ]
+    for kernel, *arguments in wrong:
+        assert isinstance(kernel, Kernel)
+        assert not kernel.takes(*arguments)
+        with pytest.raises(ArgumentError, match="float32 image"):
+            kernel(*arguments)
+    for bad in (torch.zeros(1, 3, 3, 16, 16), torch.zeros(2, 3, 3, 16, 16).transpose(3, 4), torch.zeros(2, 9, 16, 16)):
+        assert not winograd.unit_gradients.takes(x, x, None, 2, into_UKKIO=bad)
     for bad in (torch.zeros(16, 16, 1, 1), torch.zeros(0, 16, 3, 3), torch.zeros(16, 3, 3)):
         with pytest.raises(ArgumentError, match="3×3"):
             winograd.transform(bad, backward=False)
-        with pytest.raises(ArgumentError, match="3×3"):
-            winograd.convolve(x, winograd.PlainFilters(bad, False), None)
-    with pytest.raises(ArgumentError, match="the filters' 32 channels, got 16"):
-        winograd.convolve(x, winograd.PlainFilters(filters(32, 16), False), None)
-    with pytest.raises(ArgumentError, match="bias_O must be"):
-        winograd.convolve(x, winograd.PlainFilters(filters(16, 16), False), torch.zeros(32))
-    for bad in (torch.zeros(3, 3, 16, 16), torch.zeros(3, 3, 16, 17).double(), torch.zeros(16, 16, 3, 3).double()):
-        with pytest.raises(ArgumentError, match="total_KKIO must be"):
-            winograd.add_gradient(bad, x, x, torch.ones(2))
-    with pytest.raises(ArgumentError, match="agree in rows"):
-        summed(x, x[:1], torch.ones(2))
-    with pytest.raises(ArgumentError, match="factor_N must be 2"):
-        summed(x, x, torch.ones(3))
-    with pytest.raises(ArgumentError, match="units must divide"):
-        winograd.unit_gradients(x, x, None, 3)
-    with pytest.raises(ArgumentError, match="z_KKIO must be"):
-        winograd.unit_gradients(x, x, torch.zeros(16, 16, 3, 3), 2)
-    for bad in (torch.zeros(1, 3, 3, 16, 16), torch.zeros(2, 3, 3, 16, 16).transpose(3, 4), torch.zeros(2, 9, 16, 16)):
-        with pytest.raises(ArgumentError, match="into_UKKIO must"):
-            winograd.unit_gradients(x, x, None, 2, into_UKKIO=bad)
 
 
 def test_a_picture_of_one_pixel_may_have_any_strides() -> None:
@@ -328,37 +326,3 @@ def test_a_picture_of_one_pixel_may_have_any_strides() -> None:
     assert torch.equal(
         winograd.convolve(x.clone().contiguous(), transformed, None), winograd.convolve(x, transformed, None)
     )
-
-
-def test_a_graph_through_a_kernel_is_an_error_and_not_a_missing_gradient() -> None:
-    x, transformed = pictures(2, 16, (5, 6)), winograd.transform(filters(16, 16), backward=False)
-    y = winograd.convolve(x.requires_grad_(), transformed, None)
-    with pytest.raises(RuntimeError, match="winograd_convolve"):
-        y.sum().backward()
-
-
-def test_fake_tensors_see_the_shapes_and_no_kernel() -> None:
-    with FakeTensorMode():
-        x, dy = (torch.empty(4, 5, 6, channels).permute(0, 3, 1, 2) for channels in (16, 32))
-        transformed = winograd.transform(torch.empty(32, 16, 3, 3), backward=False)
-        y = winograd.convolve(x, transformed, None)
-        dx = winograd.convolve(dy, winograd.PlainFilters(torch.empty(32, 16, 3, 3), True), None)
-        gradient, moments = winograd.unit_gradients(x, dy, None, 2)
-    assert (dx.shape, dx.stride()) == (x.shape, x.stride())
-    assert (y.shape, y.stride()) == (dy.shape, dy.stride())
-    assert (gradient.shape, moments.shape) == ((2, 3, 3, 16, 32), (2, 1, 32))
-
-
-def test_operators_keep_the_rules_of_torch_library() -> None:
-    x, weight = pictures(2, 16, (5, 6)), filters(16, 16)
-    transformed = winograd.transform(weight, backward=False)
-    calls = {
-        "transform": (weight, True),
-        "convolve": (x, transformed.values, 16, torch.zeros(16)),
-        "unit_gradients": (x, x, torch.zeros(3, 3, 16, 16), torch.zeros(2, 3, 3, 16, 16)),
-        "convolve_anew": (x, weight, True, torch.zeros(16)),
-        "add_gradient": (torch.zeros(3, 3, 16, 16, dtype=torch.float64), x, x, torch.ones(2)),
-    }
-    for name, arguments in calls.items():
-        operator = getattr(torch.ops.dpvision, f"winograd_{name}").default
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -14,13 +14,11 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "dpvision"
 LAYERS = (
     ("errors",),
     ("storage.files", "privacy.mechanism", "privacy.randomness"),
-    ("privacy.sampling",),
     ("privacy.values", "accounting", "kernels"),
     ("config",),
     ("models",),
     ("data", "privacy.clipping", "privacy.noise", "privacy.ledger", "privacy.schedules"),
-    ("gradients", "privacy.optimizer", "storage"),
-    ("privacy",),
+    ("gradients", "privacy", "storage"),
     ("release", "inference"),
     ("training",),
     ("inference.load",),  # a released model is rebuilt with the functions that trained it

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpvision.privacy.sampling import Sampling
-from dpvision.privacy.values import Microbatch
+from dpvision.privacy.values import Microbatch, Sampling
 
 
 def wavy_loss(outputs: Tensor, targets: Tensor) -> Tensor:

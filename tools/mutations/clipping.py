@@ -32,7 +32,7 @@ CLIPPING = (
         ("units without a finite norm are clipped as usual", "        if factor_U is None:", "        if False:"),
     ),
     *mutations(
-        "kernels/test_clip_factors",
+        "kernels/test_unit_sums",
         "kernels/cpp/clip_factors.cpp",
         ("only the last part has a norm", "factor_U[u] += norms", "factor_U[u] = norms"),
         ("the squared norm instead of the norm", "std::sqrt(factor_U[u])", "factor_U[u]"),
@@ -43,14 +43,14 @@ CLIPPING = (
         ("norms that are not finite pass", "units - finite", "0"),
     ),
     *mutations(
-        "kernels/test_clip_factors",
+        "kernels/test_unit_sums",
         "kernels/cpp/squares.h",
         ("the rest of a row has no norm", "rest += double(x[i]) * x[i]", "rest += 0"),
         ("half of a row has no norm", "(sums[0] + sums[1]) + (sums[2] + sums[3])", "sums[0] + sums[1]"),
     ),
     *mutations(
-        "kernels/test_clip_factors",
-        "kernels/cpp/squares.cpp",
+        "kernels/test_unit_sums",
+        "kernels/cpp/unit_squares.cpp",
         ("every unit has the first one's norm", "squares_of(x_UD + u * entries, entries)", "squares_of(x_UD, entries)"),
     ),
     *mutations(
@@ -69,8 +69,8 @@ CLIPPING = (
     ),
     *mutations(
         "training/test_clipping_runs",
-        "privacy/private_step.py",
-        ("a run clips in another style", "        clipping=mechanism.clipping,\n", ""),
+        "training/trainer.py",
+        ("a run clips in another style", "            clipping=mechanism.clipping,\n", ""),
     ),
     *mutations(
         "training/test_clipping_runs",

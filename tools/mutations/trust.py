@@ -274,8 +274,8 @@ TRUST: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "privacy/test_sampling",
-        "privacy/sampling.py",
+        "data/test_batches",
+        "data/batches.py",
         (
             "a counted number is called declared",
             'origin = "was counted with noise" if counted else "is declared"',

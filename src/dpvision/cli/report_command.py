@@ -22,7 +22,8 @@ def report(
     Example: dpvision report runs/demo-1
     """
     with user_errors():
-        from dpvision.release.report import figures_of, write_report
+        from dpvision.release.report_page import write_report
+        from dpvision.release.report_terminal import figures_of
 
         path = write_report(run, output=output)
         if json:

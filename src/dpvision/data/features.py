@@ -1,6 +1,6 @@
-"""What a frozen front makes of every image, computed once and kept: training then sees features, not images.
+"""What a frozen front makes of every picture, computed once and kept: training then sees features, not pictures.
 
-Shapes: N rows of the store, W ways of looking at an image (as it is; mirrored too), F the feature's own dimensions,
+Shapes: N rows of the store, W ways of looking at a picture (as it is; mirrored too), F the feature's own dimensions,
 D drawn units, U units of a micro-batch, R rows per unit.
 """
 
@@ -26,8 +26,7 @@ from dpvision.data.normalisation import Normalisation
 from dpvision.data.options import Progress
 from dpvision.data.safe_read import open_regular, read_npy
 from dpvision.errors import DataError, Problems
-from dpvision.privacy.sampling import Sampling
-from dpvision.privacy.values import Microbatch
+from dpvision.privacy.values import Microbatch, Sampling
 from dpvision.storage.files import disk_errors, sync_folder
 
 BATCH = 16
@@ -39,9 +38,9 @@ _LARGEST_HALF = float(torch.finfo(torch.float16).max)
 @final
 @dataclass(frozen=True, eq=False)
 class Features:
-    """One row of features per image and way of looking at it, (N, W, F). As sensitive as the images.
+    """One row of features per picture and way of looking at it, (N, W, F). As sensitive as the pictures.
 
-    Guarantee: a row is a function of its own image and of public numbers alone.
+    Guarantee: a row is a function of its own picture and of public numbers alone.
     """
 
     values_NWF: Tensor
@@ -51,7 +50,7 @@ class Features:
 
     @property
     def ways(self) -> int:
-        """How many rows of features an image has."""
+        """How many rows of features a picture has."""
         return self.values_NWF.shape[1]
 
     @cached_property
@@ -70,7 +69,7 @@ def extract(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> Features:
-    """The features of every uint8 image, of its mirror image too if asked for. ``front`` is in evaluation mode."""
+    """The features of every uint8 picture, of its mirror image too if asked for. ``front`` is in evaluation mode."""
     blank = images.new_zeros((BATCH, *images.shape[1:]))
     with torch.no_grad():
         shape_WF = _look(front, blank, normalisation, mirrored=mirrored, device=device).shape[1:]
@@ -146,21 +145,21 @@ class FeatureBatch:
 @final
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Features on their device, the ways of one image neighbours."""
+    """Features on their device, the ways of one picture neighbours."""
 
     values: Tensor
     labels: Tensor
     ways: int
 
     def gather(self, rows_UR: NDArray[np.int64]) -> Microbatch:
-        images = np.repeat(rows_UR.reshape(-1), self.ways)
+        pictures = np.repeat(rows_UR.reshape(-1), self.ways)
         way = np.tile(np.arange(self.ways), rows_UR.size)
         device = self.values.device
-        of_image = torch.from_numpy(np.maximum(images, 0)).to(device)
-        of_row = of_image * self.ways + torch.from_numpy(way).to(device)
+        of_picture = torch.from_numpy(np.maximum(pictures, 0)).to(device)
+        of_row = of_picture * self.ways + torch.from_numpy(way).to(device)
         inputs = self.values.index_select(0, of_row).to(torch.float32)
-        targets = self.labels.index_select(0, of_image)
-        inputs, targets = blank_absent(inputs, targets, images)
+        targets = self.labels.index_select(0, of_picture)
+        inputs, targets = blank_absent(inputs, targets, pictures)
         return Microbatch(inputs, targets, torch.from_numpy(row_weights(rows_UR, self.ways)).to(device))
 
 
@@ -181,7 +180,7 @@ def kept_features(folder: Path, key: str, compute: Callable[[], Features]) -> Fe
 
 
 def _require_own(folder: Path) -> None:
-    """Make the folder, or refuse one that others can list or write to: what lies there is as sensitive as images."""
+    """Make the folder, or refuse one that others can list or write to: what lies there is as sensitive as pictures."""
     with disk_errors(f"keep features in {folder}"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = folder.lstat()

@@ -12,7 +12,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from dpvision.kernels import accumulate, squares
+from dpvision.kernels.unit_sums import add_weighted, unit_squares
 
 _RUN: Final = 512
 Finish = Callable[[Tensor], Tensor]
@@ -83,10 +83,8 @@ class MaterialisedGradient(LayerGradient):
 
     def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
         so_far = self._gradient.new_zeros(self._gradient.shape[1:], dtype=torch.float64) if total is None else total
-        if not accumulate.takes(so_far, self._gradient):
-            return super().add_weighted_sum(total, factor_U, nonfinite_U)
-        accumulate.add_weighted(so_far, self._gradient, without_nonfinite(factor_U, nonfinite_U))
-        return so_far
+        added_up = add_weighted.attempt(so_far, self._gradient, without_nonfinite(factor_U, nonfinite_U))
+        return super().add_weighted_sum(total, factor_U, nonfinite_U) if added_up is None else added_up
 
     def per_unit(self) -> Tensor:
         return self._gradient
@@ -99,10 +97,8 @@ def _as_it_is(total: Tensor) -> Tensor:
 def _added_to(total: Tensor | None, part: Tensor) -> Tensor:
     if total is None:
         return part.to(torch.float64, copy=True)
-    if not accumulate.takes(total, part):
-        return total.add_(part)
-    accumulate.add_weighted(total, part[None], torch.ones(1, dtype=torch.float64))
-    return total
+    added_up = add_weighted.attempt(total, part[None], torch.ones(1, dtype=torch.float64))
+    return total.add_(part) if added_up is None else added_up
 
 
 def added(layer_gradients: list[LayerGradient]) -> LayerGradient:
@@ -122,7 +118,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
     float64 for this purpose, and thirty times as fast. Squares that underflow are covered by adding the smallest number
     for each of them.
     """
-    exact_U = squares.unit_squares(x)
+    exact_U = unit_squares.attempt(x)
     if exact_U is not None:
         return exact_U  # no square of a float32 underflows in float64
     x_UD = x.reshape(x.shape[0], -1)

@@ -1,8 +1,4 @@
-"""Recipes: the settings of the papers, runnable by name, and the tables made of them.
-
-One file per paper yields its recipes; ``tables`` groups them as the papers do; ``reproduce`` runs a table. The library
-itself never imports this package.
-"""
+"""Settings that run by name. The library itself never imports this package."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ __all__ = [
 
 @cache
 def all_recipes() -> tuple[Recipe, ...]:
-    """Return every recipe, paper by paper."""
+    """Every recipe, paper by paper."""
     return (
         demo(),
         *shoefit_recipes(),
@@ -50,14 +46,7 @@ def all_recipes() -> tuple[Recipe, ...]:
 
 
 def find_recipe(name: str) -> Recipe:
-    """Return the recipe of that name.
-
-    Args:
-        name: Name as ``dpvision recipes`` lists it.
-
-    Raises:
-        ArgumentError: There is no such recipe; the message suggests similar names.
-    """
+    """The recipe of that name."""
     recipes = {recipe.name: recipe for recipe in all_recipes()}
     if name not in recipes:
         close = difflib.get_close_matches(name, recipes, n=3, cutoff=0.4)

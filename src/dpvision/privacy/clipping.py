@@ -18,7 +18,7 @@ from dpvision.errors import Problems
 
 if TYPE_CHECKING:
     from dpvision.gradients.layer_gradient import LayerGradient
-from dpvision.kernels import clip_factors as kernel
+from dpvision.kernels import unit_sums as kernel
 from dpvision.privacy.mechanism import CLIPPINGS, Clipping
 
 SLACK: Final = 32
@@ -124,7 +124,7 @@ def _factors_by_kernel(parts: Parts, real_U: Tensor, limits: FactorLimits) -> By
     """The same by a kernel, if there is one and every unit has a norm."""
     by_group: dict[str, Tensor] = {}
     for group, some in parts.items():
-        factor_U = kernel.clip_factors(
+        factor_U = kernel.clip_factors.attempt(
             some, real_U, below=limits.below, added=limits.added, most=limits.most, least=limits.least
         )
         if factor_U is None:

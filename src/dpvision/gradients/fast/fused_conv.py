@@ -105,14 +105,14 @@ class Winograd(ConvStandIn):
             self._room = weight.new_empty(units, 3, 3, weight.shape[1], weight.shape[0])
         return self._room[:units]
 
-    def filters(self, *, backward: bool) -> winograd.Filters | winograd.PlainFilters:
+    def filters(self, *, backward: bool) -> winograd.Filters | winograd.RawFilters:
         """The filters of the forward pass or of the input gradient: transformed once a step, or wherever they are used.
 
         Transformed ones take four times as much as the weight in each direction.
         """
         if "anew" in self._held:
             weight = self.derived("weight", lambda: self.used_weight().detach().contiguous())
-            return winograd.PlainFilters(weight, backward)
+            return winograd.RawFilters(weight, backward)
         return self.derived(
             f"filters {backward}", lambda: winograd.transform(self.used_weight().detach(), backward=backward)
         )
@@ -154,7 +154,7 @@ class WinogradConv2d(Winograd):
             and module.groups == 1
             and module.padding in ((1, 1), "same")
             and module.padding_mode == "zeros"
-            and winograd.takes(in_channels=module.in_channels, out_channels=module.out_channels)
+            and winograd.takes_channels(in_channels=module.in_channels, out_channels=module.out_channels)
         )
 
 
@@ -181,7 +181,7 @@ class WinogradWSConv2d(Winograd):
             and module.stride == 1
             and module.groups == 1
             and module.padding in ("same", 1)
-            and winograd.takes(in_channels=module.in_channels, out_channels=module.out_channels)
+            and winograd.takes_channels(in_channels=module.in_channels, out_channels=module.out_channels)
         )
 
 

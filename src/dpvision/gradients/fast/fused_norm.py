@@ -17,7 +17,7 @@ from torch.autograd.function import Function, once_differentiable
 from dpvision.gradients.layer_gradient import LayerGradient, MaterialisedGradient, sum_by_unit
 from dpvision.gradients.rules.rule import LayerCall, register
 from dpvision.kernels import norm_act
-from dpvision.kernels.channels_last import is_channels_last, laid_out
+from dpvision.kernels.channels_last import laid_out
 from dpvision.kernels.norm_act import Chain
 
 ACTIVATIONS: Final[dict[str, Any]] = {
@@ -72,7 +72,9 @@ class _NormAct(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_NCHW, gamma_C, beta_C, mean_NG, rstd_NG = ctx.saved_tensors
-        dx, dgamma_NC, dbeta_NC = norm_act.backward(laid_out(dy), x_NCHW, gamma_C, beta_C, mean_NG, rstd_NG, ctx.chain)
+        dx, dgamma_NC, dbeta_NC = norm_act.backward(
+            laid_out(dy), x_NCHW, gamma_C, beta_C, (mean_NG, rstd_NG), ctx.chain
+        )
         residual = dy if ctx.has_residual else None
         return dx, dgamma_NC if gamma_C is not None else None, dbeta_NC if beta_C is not None else None, residual, None
 
@@ -106,18 +108,9 @@ class FusedNorm(nn.Module):
 
             with config.patch(recompile_limit=_MOST_VARIANTS):
                 return _compiled(self.chain)(x, gamma_NC, beta_NC, residual)
-        if not self._native(x, residual):
+        if x.shape[0] == 0 or not norm_act.forward.takes(x, None, None, self.chain, residual):
             return in_plain_operations(self.chain, x, gamma_NC, beta_NC, residual)
         return _NormAct.apply(x, gamma_NC, beta_NC, residual, self.chain)
-
-    def _native(self, x: Tensor, residual: Tensor | None) -> bool:
-        pool = 2 if self.chain.pool else 1
-        if x.dim() != 4 or x.shape[0] == 0 or not norm_act.takes(x, self.chain):
-            return False
-        if residual is not None:
-            shape = (*x.shape[:2], x.shape[2] // pool, x.shape[3] // pool)
-            return residual.shape == shape and is_channels_last(residual)
-        return True
 
 
 def fused_norm(call: LayerCall) -> dict[str, LayerGradient]:

@@ -26,9 +26,9 @@ from dpvision.gradients.fast.fused_layer import StandIn
 from dpvision.gradients.layer_gradient import LayerGradient
 from dpvision.gradients.rules.linear import linear as ordinary
 from dpvision.gradients.rules.rule import LayerCall, register
-from dpvision.kernels import pool, scatter, skinny
-from dpvision.kernels import tanh as native_tanh
+from dpvision.kernels import norm_act, unit_sums
 from dpvision.kernels.channels_last import is_channels_last, laid_out
+from dpvision.kernels.scatter import scatter
 from dpvision.models.scattering import Scattering
 
 
@@ -37,7 +37,7 @@ class _Tanh(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        y = native_tanh.tanh(x)
+        y = norm_act.tanh(x)
         ctx.save_for_backward(y)
         return y
 
@@ -55,7 +55,7 @@ class FastTanh(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """tanh."""
-        return _Tanh.apply(x) if native_tanh.takes(x) else torch.tanh(x)
+        return _Tanh.apply(x) if norm_act.tanh.takes(x) else torch.tanh(x)
 
 
 def is_max_pool(module: nn.Module | None, *, kernel: int, stride: int, padding: int) -> bool:
@@ -76,7 +76,7 @@ class _MaxPool(Function):
 
     @staticmethod
     def forward(ctx: Any, x_NCHW: Tensor, window: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        y_NCHW, index_NCHW = pool.forward(x_NCHW, window=window)
+        y_NCHW, index_NCHW = norm_act.max_pool(x_NCHW, window)
         ctx.save_for_backward(index_NCHW)
         ctx.window = window
         return y_NCHW
@@ -85,7 +85,7 @@ class _MaxPool(Function):
     @once_differentiable
     def backward(ctx: Any, dy_NCHW: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (index_NCHW,) = ctx.saved_tensors
-        return pool.backward(laid_out(dy_NCHW), index_NCHW, window=ctx.window), None
+        return norm_act.max_pool_backward(laid_out(dy_NCHW), index_NCHW, ctx.window), None
 
 
 @final
@@ -99,13 +99,17 @@ class FastMaxPool(nn.Module):
     @staticmethod
     def window_of(module: nn.Module | None) -> int | None:
         """The window of such a pool; ``None`` for any other layer."""
-        fitting = (w for w, padding in pool.PADDING.items() if is_max_pool(module, kernel=w, stride=1, padding=padding))
+        fitting = (
+            w
+            for w, padding in norm_act.POOL_PADDING.items()
+            if is_max_pool(module, kernel=w, stride=1, padding=padding)
+        )
         return next(fitting, None)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """Pool."""
-        if x_NCHW.dim() != 4 or x_NCHW.shape[0] == 0 or not pool.takes(x_NCHW, window=self.window):
-            return F.max_pool2d(x_NCHW, self.window, stride=1, padding=pool.PADDING[self.window])
+        if x_NCHW.shape[0] == 0 or not norm_act.max_pool.takes(x_NCHW, self.window):
+            return F.max_pool2d(x_NCHW, self.window, stride=1, padding=norm_act.POOL_PADDING[self.window])
         return _MaxPool.apply(x_NCHW, self.window)
 
 
@@ -117,7 +121,7 @@ class _Forward(Function):
         ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, layer: SkinnyLinear
     ) -> Tensor:
         ctx.save_for_backward(weight_OI)
-        y_NO, squares_N = skinny.forward(x_NI, weight_OI.detach(), None if bias_O is None else bias_O.detach())
+        y_NO, squares_N = unit_sums.narrow_linear(x_NI, weight_OI.detach(), None if bias_O is None else bias_O.detach())
         layer.keep_squares(squares_N)
         return y_NO
 
@@ -135,7 +139,7 @@ class SkinnyLinear(StandIn[nn.Linear]):
     @staticmethod
     def fits(module: nn.Linear) -> bool:
         """Whether a layer is such a one."""
-        return module.out_features <= skinny.MOST_OUTPUTS
+        return module.out_features <= unit_sums.MOST_OUTPUTS
 
     def forward(self, x_NI: Tensor) -> Tensor:
         """The layer's output."""
@@ -146,8 +150,7 @@ class SkinnyLinear(StandIn[nn.Linear]):
 
     def takes(self, x_NI: Tensor) -> bool:
         """Whether this input goes through the kernel."""
-        weight = self.layer.weight
-        return x_NI.dim() == 2 and skinny.takes(x_NI, x_NI.new_empty(0, weight.shape[0])) and weight.is_contiguous()
+        return unit_sums.narrow_linear.takes(x_NI, self.layer.weight, self.layer.bias)
 
     def keep_squares(self, squares_N: Tensor) -> None:
         """Keep ‖x‖² of the rows, during a step: a layer of a graph is called once in a pass."""
@@ -178,6 +181,5 @@ class FastScattering(StandIn[Scattering]):
         """Scatter each colour on its own."""
         wavelets, blurs = self.layer.tables()
         right_size = tuple(x_NCHW.shape[-2:]) == self.layer.image_size
-        if not right_size or not scatter.takes(x_NCHW, wavelets):
-            return self.layer(x_NCHW)
-        return scatter.scatter(x_NCHW, wavelets, blurs, self.layer.padding)
+        found = scatter.attempt(x_NCHW, wavelets, blurs, self.layer.padding) if right_size else None
+        return self.layer(x_NCHW) if found is None else found

@@ -26,7 +26,7 @@ from dpvision.gradients.rules.convolution import convolution as by_windows
 from dpvision.gradients.rules.rule import LayerCall, register
 from dpvision.gradients.rules.weight_standardisation import GainGradient, Moments, StandardisedGradient
 from dpvision.gradients.rules.weight_standardisation import standardised as standardised_by_windows
-from dpvision.kernels import accumulate, grams, moments, winograd
+from dpvision.kernels import conv_gradients, unit_sums, winograd
 from dpvision.kernels.channels_last import laid_out
 
 _RUN: Final = 32
@@ -76,7 +76,7 @@ class WinogradGradient(LayerGradient):
         x_UTI, g_UTO = (part.flatten(2).mT for part in (self._x, dy_NOHW))
         x_gram_UTT, g_gram_UTT = torch.bmm(x_UTI, x_UTI.mT), torch.bmm(g_UTO, g_UTO.mT)
         lost_U = gram_underflow(x_gram_UTT, g_gram_UTT, inputs=9 * self._x.shape[1], outputs=dy_NOHW.shape[1])
-        return grams.shifted_gram_norms_sq(x_gram_UTT, g_gram_UTT, *self._x.shape[2:]) + lost_U
+        return conv_gradients.gram_norms_sq(x_gram_UTT, g_gram_UTT, *self._x.shape[2:]) + lost_U
 
     def weighted_sum(self, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
         if self._formed is not None:
@@ -104,7 +104,7 @@ class WinogradGradient(LayerGradient):
 
     @property
     def finish(self) -> Finish:
-        return accumulate.to_weight_order
+        return unit_sums.to_weight_order
 
     def per_unit(self) -> Tensor:
         return self.formed()[0].permute(0, 4, 3, 1, 2)
@@ -158,7 +158,7 @@ def held(call: LayerCall) -> dict[str, LayerGradient]:
 
 def _bias(call: LayerCall, dy: Tensor) -> dict[str, LayerGradient]:
     return (
-        {"bias": MaterialisedGradient(sum_by_unit(moments.channel_sums(dy), call.units))}
+        {"bias": MaterialisedGradient(sum_by_unit(conv_gradients.channel_sums(dy), call.units))}
         if "bias" in call.wanted
         else {}
     )
@@ -175,7 +175,7 @@ def _moments_by_ghost(call: LayerCall, dy: Tensor, used: WinogradGradient, facts
         raise TypeError("the layer's output was not kept")
     scale_O = facts.standardisation.scale_O
     box = F.avg_pool2d(call.x.sum(1, keepdim=True), 3, 1, padding=1, divisor_override=1)
-    dy_U, dyy_U, total_U, loudness_U = moments.convolution_moments(dy, laid_out(call.y), box[:, 0]).unbind(1)
+    dy_U, dyy_U, total_U, loudness_U = conv_gradients.convolution_moments(dy, laid_out(call.y), box[:, 0]).unbind(1)
     bias = facts.bias_O.double()
     along_U = (dyy_U - bias * dy_U) / facts.gain_O.double()
     doubt_U = 4 * torch.finfo(dy.dtype).eps * (loudness_U + (bias * dy_U).abs()) / facts.gain_O.double().abs()

@@ -25,7 +25,7 @@ from dpvision.gradients.layer_gradient import (
     without_nonfinite,
 )
 from dpvision.gradients.rules.rule import LayerCall, register
-from dpvision.kernels import windows
+from dpvision.kernels.conv_gradients import window_gradients
 
 Sizes = tuple[int, ...]
 _WINDOW_NUMBERS = 1 << 23
@@ -151,7 +151,7 @@ class ConvolutionGradient(LayerGradient):
         """The gradients as (U, O, D), D in the order of the windows."""
         if self._formed_UOD is None and self._fits_windows():
             kernel, stride, groups = _pair(self._geometry.kernel), _pair(self._geometry.stride), self._geometry.groups
-            self._formed_UOD, self._squares_U = windows.unit_gradients(
+            self._formed_UOD, self._squares_U = window_gradients(
                 self._x, self._dy, units=self._units, kernel=kernel, stride=stride, groups=groups
             )
         elif self._formed_UOD is None:
@@ -169,8 +169,10 @@ class ConvolutionGradient(LayerGradient):
         geometry = self._geometry
         if len(geometry.kernel) != 2 or set(geometry.dilation) != {1}:
             return False
-        kernel = _pair(geometry.kernel)
-        return windows.takes(self._x, self._dy, units=self._units, kernel=kernel, groups=geometry.groups)
+        kernel, stride = _pair(geometry.kernel), _pair(geometry.stride)
+        return window_gradients.takes(
+            self._x, self._dy, units=self._units, kernel=kernel, stride=stride, groups=geometry.groups
+        )
 
     def _gram_norms(self) -> Tensor:
         norms: list[Tensor] = []

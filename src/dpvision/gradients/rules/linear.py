@@ -20,7 +20,7 @@ from dpvision.gradients.layer_gradient import (
     without_nonfinite,
 )
 from dpvision.gradients.rules.rule import LayerCall, register
-from dpvision.kernels import skinny
+from dpvision.kernels.unit_sums import outer_sum
 
 _RUN: Final = 512
 """Rows that are added up in one product."""
@@ -59,9 +59,11 @@ class LinearGradient(LayerGradient):
         if self._formed is not None:  # what the norm was taken of: another product could round to something longer
             return MaterialisedGradient(self._formed).weighted_sum(factor_U, nonfinite_U)
         a_NI, g_NO = self._a_UTI.flatten(0, 1), self._g_UTO.flatten(0, 1)
-        if skinny.takes(a_NI, g_NO):
-            positions, factor_N = self._a_UTI.shape[1], without_nonfinite(factor_U, nonfinite_U)
-            return skinny.outer_sum(a_NI, g_NO, factor_N if positions == 1 else factor_N.repeat_interleave(positions))
+        positions, factor_N = self._a_UTI.shape[1], without_nonfinite(factor_U, nonfinite_U)
+        factor_N = factor_N if positions == 1 else factor_N.repeat_interleave(positions)
+        sum_OI = outer_sum.attempt(a_NI, g_NO, factor_N)
+        if sum_OI is not None:
+            return sum_OI
         a_NI, g_NO = without_nonfinite(a_NI, nonfinite_U), scale_by_unit(without_nonfinite(g_NO, nonfinite_U), factor_U)
         # Runs of rows in their own precision, the runs in float64: a long sum would round away more than noise covers.
         runs = zip(a_NI.split(_RUN), g_NO.split(_RUN), strict=True)

@@ -29,8 +29,7 @@ from dpvision.gradients.layer_gradient import (
 )
 from dpvision.gradients.rules.convolution import ConvolutionGradient, Correlation, seen_by
 from dpvision.gradients.rules.rule import LayerCall, register
-from dpvision.kernels.filter_moments import filter_moments
-from dpvision.kernels.pull_back import pull_back
+from dpvision.kernels.conv_gradients import filter_moments, pull_back
 from dpvision.models.layers import WSConv2d
 
 _NUMBERS_AT_ONCE: Final = 1 << 18
@@ -84,7 +83,7 @@ class Standardisation:
     def pulled_back(self, e: Tensor) -> Tensor:
         """``pull_back`` of a sum in a weight's shape, which is used up; it takes no further memory where it can."""
         facts_O = (self.mean_O, self.s_O, self.scale_O, self.live_O)
-        found = pull_back(e, self.weight_OD, facts_O)
+        found = pull_back.attempt(e, self.weight_OD, facts_O)
         return self.pull_back_in_place(e.flatten(1)).view(e.shape) if found is None else found
 
     def pull_back_in_place(self, e_OD: Tensor) -> Tensor:
@@ -207,7 +206,7 @@ def _geometry(module: WSConv2d) -> Correlation:
 def _moments(used: ConvolutionGradient, geometry: Correlation, facts: Standardisation) -> Moments:
     e_UOD = used.formed()
     z_OD = geometry.to_order(facts.z_OD.view_as(geometry.weight), channels_inside=used.channels_inside)
-    moments_UMO = filter_moments(e_UOD, z_OD)
+    moments_UMO = filter_moments.attempt(e_UOD, z_OD)
     squares_UO, total_UO, along_UO = _plainly(e_UOD, z_OD) if moments_UMO is None else moments_UMO.unbind(1)
     return Moments(squares_UO @ facts.scale_O.double().square(), total_UO, along_UO)
 

@@ -6,9 +6,9 @@
 
 // Each unit's squared norm is the sum of `parts`. Returns how many units have one that is negative or not finite; the
 // factors are good for nothing then. `added` goes onto a norm before it divides; without a `most`, give infinity.
-extern "C" int64_t dpvision_clip_factors(int64_t units, int64_t parts, const double* const* norms_sq_PU,
-                                         const uint8_t* real_U, double below, double added, double most,
-                                         double least, double* factor_U) {
+extern "C" int64_t dpvision_clip_factors(int64_t units, int64_t parts, double below, double added, double most,
+                                         double least, const double* const* norms_sq_PU, const uint8_t* real_U,
+                                         double* factor_U, int) {
     std::fill_n(factor_U, units, 0.0);
     for (int64_t p = 0; p < parts; p++)
         for (int64_t u = 0; u < units; u++) factor_U[u] += norms_sq_PU[p][u];

@@ -91,14 +91,19 @@ double unit_gradient(const Windows& sizes, const float* x, const float* dy, floa
 }  // namespace
 
 // The gradients (units, channels, kernel height · kernel width) and their squared lengths. The kernel is 3, 5 or 7 wide.
-extern "C" void dpvision_depthwise_gradients(const Windows* sizes, int64_t units, const float* x, const float* dy,
-                                             float* gradients, double* squares, int threads) {
-    const auto gradient_of = sizes->kernel_width == 3   ? unit_gradient<3>
-                             : sizes->kernel_width == 5 ? unit_gradient<5>
+extern "C" void dpvision_depthwise_gradients(int64_t units, int64_t rows_per_unit, int64_t row_stride, int64_t line_stride,
+                                             int64_t channels, int64_t height, int64_t width, int64_t outputs,
+                                             int64_t kernel_height, int64_t kernel_width, int64_t stride_height,
+                                             int64_t stride_width, const float* x, const float* dy, float* gradients,
+                                             double* squares, int threads) {
+    const Windows sizes{rows_per_unit, row_stride, line_stride, channels, height, width, outputs,
+                        kernel_height, kernel_width, stride_height, stride_width};
+    const auto gradient_of = sizes.kernel_width == 3   ? unit_gradient<3>
+                             : sizes.kernel_width == 5 ? unit_gradient<5>
                                                         : unit_gradient<7>;
-    const int64_t entries = sizes->channels * sizes->kernel_height * sizes->kernel_width;
+    const int64_t entries = sizes.channels * sizes.kernel_height * sizes.kernel_width;
 #pragma omp parallel for num_threads(threads) schedule(static) if (units > 1)
     for (int64_t u = 0; u < units; u++)
-        squares[u] = gradient_of(*sizes, x + u * sizes->rows_per_unit * sizes->row_stride,
-                                 dy + u * sizes->positions() * sizes->channels, gradients + u * entries);
+        squares[u] = gradient_of(sizes, x + u * sizes.rows_per_unit * sizes.row_stride,
+                                 dy + u * sizes.positions() * sizes.channels, gradients + u * entries);
 }

@@ -94,8 +94,8 @@ double norm_sq(const float* x_gram, const float* dy_gram, int64_t height, int64_
 
 }  // namespace
 
-extern "C" void dpvision_shifted_gram_norms_sq(int64_t units, int64_t height, int64_t width, const float* x_gram_UTT,
-                                               const float* dy_gram_UTT, double* norms_sq_U, int threads) {
+extern "C" void dpvision_gram_norms_sq(int64_t units, int64_t height, int64_t width, const float* x_gram_UTT,
+                                       const float* dy_gram_UTT, double* norms_sq_U, int threads) {
     const int64_t entries = height * width * height * width;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t u = 0; u < units; u++)

@@ -3,11 +3,11 @@
 #include "activations.h"
 #include "channels.h"
 
-// The fields of _Task in norm_act.py, in the same order.
+// Sizes of the images, and the order of the operations.
 struct NormTask {
     int64_t rows, channels, height, width, groups;
     double eps;
-    int32_t activation, norm_first, pool, threads;
+    bool norm_first, pool;
 
     int64_t positions() const { return height * width; }
     int64_t row_floats() const { return channels * positions(); }

@@ -280,15 +280,18 @@ void backward_row_in_order(const NormTask& task, const BackwardJob& job) {
 
 }  // namespace
 
-extern "C" void dpvision_norm_act_backward(const NormTask* task, const float* dy, const float* x, const float* gamma_C,
+extern "C" void dpvision_norm_act_backward(int64_t rows, int64_t channels, int64_t height, int64_t width,
+                                           int64_t groups, int64_t activation, int64_t norm_first, int64_t pool,
+                                           double eps, const float* dy, const float* x, const float* gamma_C,
                                            const float* beta_C, const float* mean_NG, const float* rstd_NG, float* dx,
-                                           float* dgamma_NC, float* dbeta_NC) {
-    const int64_t in = task->row_floats(), out = task->pooled_row_floats(), G = task->groups, C = task->channels;
-    with_activation(task->activation, [&](auto act) {
-#pragma omp parallel for num_threads(task->threads) schedule(static)
-        for (int64_t n = 0; n < task->rows; n++)
+                                           float* dgamma_NC, float* dbeta_NC, int threads) {
+    const NormTask task{rows, channels, height, width, groups, eps, norm_first != 0, pool != 0};
+    const int64_t in = task.row_floats(), out = task.pooled_row_floats(), G = groups, C = channels;
+    with_activation(int(activation), [&](auto act) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+        for (int64_t n = 0; n < rows; n++)
             backward_row_in_order<decltype(act)>(
-                *task, {{dy + n * out, x + n * in, dx + n * in, nullptr}, gamma_C, beta_C, mean_NG + n * G,
+                task, {{dy + n * out, x + n * in, dx + n * in, nullptr}, gamma_C, beta_C, mean_NG + n * G,
                         rstd_NG + n * G, dgamma_NC + n * C, dbeta_NC + n * C});
     });
 }

@@ -148,14 +148,17 @@ void forward_row(const NormTask& task, const Row& row) {
 
 }  // namespace
 
-extern "C" void dpvision_norm_act_forward(const NormTask* task, const float* x, const float* gamma_C,
-                                          const float* beta_C, const float* residual, float* y, float* mean_NG,
-                                          float* rstd_NG) {
-    const int64_t in = task->row_floats(), out = task->pooled_row_floats(), groups = task->groups;
-    with_activation(task->activation, [&](auto act) {
-#pragma omp parallel for num_threads(task->threads) schedule(static)
-        for (int64_t n = 0; n < task->rows; n++)
-            forward_row<decltype(act)>(*task, {x + n * in, gamma_C, beta_C, residual ? residual + n * out : nullptr,
+extern "C" void dpvision_norm_act_forward(int64_t rows, int64_t channels, int64_t height, int64_t width,
+                                          int64_t groups, int64_t activation, int64_t norm_first, int64_t pool,
+                                          double eps, const float* x, const float* gamma_C, const float* beta_C,
+                                          const float* residual, float* y, float* mean_NG, float* rstd_NG,
+                                          int threads) {
+    const NormTask task{rows, channels, height, width, groups, eps, norm_first != 0, pool != 0};
+    const int64_t in = task.row_floats(), out = task.pooled_row_floats();
+    with_activation(int(activation), [&](auto act) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+        for (int64_t n = 0; n < rows; n++)
+            forward_row<decltype(act)>(task, {x + n * in, gamma_C, beta_C, residual ? residual + n * out : nullptr,
                                                y + n * out, mean_NG + n * groups, rstd_NG + n * groups});
     });
 }

@@ -52,8 +52,8 @@ extern "C" void dpvision_normals(int64_t pairs, int64_t tail_count, void* words,
 // Both parts become whole numbers of grid steps before they meet: see noise.py. `sums` are `parts` rows, of `counts`
 // numbers each, and the means take their place; the normals of all of them lie in one row. Returns how many sums are not
 // finite; the means are good for nothing then.
-extern "C" int64_t dpvision_release(int64_t parts, const int64_t* counts, double* const* sums, const double* normals,
-                                    double steps_per_sum, double steps_per_normal, double mean_per_step, int threads) {
+extern "C" int64_t dpvision_release(int64_t parts, double steps_per_sum, double steps_per_normal, double mean_per_step,
+                                    const int64_t* counts, double* const* sums, const double* normals, int threads) {
     int64_t broken = 0;
     for (int64_t p = 0; p < parts; p++) {
         double* part = sums[p];

@@ -227,7 +227,7 @@ void unpool_small(const Smaller& sizes, const float* dy, const uint8_t* index, f
 }  // namespace
 
 // The same for windows of two: y is one row and one column smaller than x, and index is 0 … 3.
-extern "C" void dpvision_pool_two_forward(int64_t rows, int64_t height, int64_t width, int64_t channels, const float* x,
+extern "C" void dpvision_pool2_forward(int64_t rows, int64_t height, int64_t width, int64_t channels, const float* x,
                                           float* y, uint8_t* index, int threads) {
     const Smaller sizes{{height, width, channels}};
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -235,7 +235,7 @@ extern "C" void dpvision_pool_two_forward(int64_t rows, int64_t height, int64_t 
         pool_small(sizes, x + n * sizes.in.size(), y + n * sizes.size(), index + n * sizes.size());
 }
 
-extern "C" void dpvision_pool_two_backward(int64_t rows, int64_t height, int64_t width, int64_t channels,
+extern "C" void dpvision_pool2_backward(int64_t rows, int64_t height, int64_t width, int64_t channels,
                                            const float* dy, const uint8_t* index, float* dx, int threads) {
     const Smaller sizes{{height, width, channels}};
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -244,7 +244,7 @@ extern "C" void dpvision_pool_two_backward(int64_t rows, int64_t height, int64_t
 }
 
 // y, and for each of its numbers which of the window's nine it is: 0 … 8, row by row.
-extern "C" void dpvision_pool_forward(int64_t rows, int64_t height, int64_t width, int64_t channels, const float* x,
+extern "C" void dpvision_pool3_forward(int64_t rows, int64_t height, int64_t width, int64_t channels, const float* x,
                                       float* y, uint8_t* index, int threads) {
     const Picture picture{height, width, channels};
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -254,7 +254,7 @@ extern "C" void dpvision_pool_forward(int64_t rows, int64_t height, int64_t widt
     }
 }
 
-extern "C" void dpvision_pool_backward(int64_t rows, int64_t height, int64_t width, int64_t channels, const float* dy,
+extern "C" void dpvision_pool3_backward(int64_t rows, int64_t height, int64_t width, int64_t channels, const float* dy,
                                        const uint8_t* index, float* dx, int threads) {
     const Picture picture{height, width, channels};
 #pragma omp parallel for num_threads(threads) schedule(static)

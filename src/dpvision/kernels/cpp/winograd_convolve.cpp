@@ -31,8 +31,8 @@ int64_t block_size(const Shape& shape, int64_t threads) {
 }  // namespace
 
 // Filters (out, in, 3, 3) to (points, panels, channels, 16); a last panel is filled up with zeros.
-extern "C" void dpvision_winograd_filters(const float* values, int64_t out_channels, int64_t in_channels, int backward,
-                                          float* out, int threads) {
+extern "C" void dpvision_winograd_filters(int64_t out_channels, int64_t in_channels, int64_t backward,
+                                          const float* values, float* out, int threads) {
     const Weight weight{values, out_channels, in_channels, backward != 0};
     const int64_t channels = weight.channels(), panels = panels_of(weight.columns());
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -42,9 +42,10 @@ extern "C" void dpvision_winograd_filters(const float* values, int64_t out_chann
 }
 
 // y = convolution of x with the filters, plus the bias if there is one.
-extern "C" void dpvision_winograd_convolve(const float* x, const float* filters, const float* bias, float* y,
-                                           const Shape* sizes, int threads) {
-    const Shape shape = *sizes;
+extern "C" void dpvision_winograd_convolve(int64_t rows, int64_t height, int64_t width, int64_t in_channels,
+                                           int64_t out_channels, const float* x, const float* filters,
+                                           const float* bias, float* y, int threads) {
+    const Shape shape{rows, height, width, in_channels, out_channels};
     const int64_t all_tiles = shape.rows * shape.tiles(), size = block_size(shape, threads);
     const int64_t blocks = (all_tiles + size - 1) / size;
 #pragma omp parallel for num_threads(threads) schedule(static)

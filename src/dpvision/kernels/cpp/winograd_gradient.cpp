@@ -340,9 +340,10 @@ void add_gradients(const Rows& rows, const Result& result, int threads) {
 }  // namespace
 
 // The gradients of `units` units of consecutive rows: (units, 3, 3, in, out), and their moments (units, kinds, out).
-extern "C" void dpvision_winograd_units(const float* x, const float* dy, const float* z, int64_t units,
-                                        float* gradients, double* moments, const Shape* sizes, int threads) {
-    Shape shape = *sizes;
+extern "C" void dpvision_winograd_units(int64_t all_rows, int64_t height, int64_t width, int64_t in_channels,
+                                        int64_t out_channels, int64_t units, const float* x, const float* dy,
+                                        const float* z, float* gradients, double* moments, int threads) {
+    Shape shape{all_rows, height, width, in_channels, out_channels};
     shape.rows /= units;
     const int64_t entries = 9 * shape.in_channels * shape.out_channels, places = shape.rows * shape.positions();
     const auto one_unit = [&](int64_t unit, int inside) {
@@ -362,7 +363,9 @@ extern "C" void dpvision_winograd_units(const float* x, const float* dy, const f
 }
 
 // total += Σ factor · gradient over all rows: (3, 3, in, out).
-extern "C" void dpvision_winograd_sum(const float* x, const float* dy, const float* factors, double* total,
-                                      const Shape* sizes, int threads) {
-    add_gradients({x, dy, factors, *sizes}, {nullptr, nullptr, nullptr, total}, threads);
+extern "C" void dpvision_winograd_sum(int64_t rows, int64_t height, int64_t width, int64_t in_channels,
+                                      int64_t out_channels, const float* x, const float* dy, const float* factors,
+                                      double* total, int threads) {
+    const Shape shape{rows, height, width, in_channels, out_channels};
+    add_gradients({x, dy, factors, shape}, {nullptr, nullptr, nullptr, total}, threads);
 }
