@@ -1,4 +1,4 @@
-"""The bar chart of docs/benchmarks.md."""
+"""The bar chart of docs/evidence/benchmarks.md."""
 
 from __future__ import annotations
 

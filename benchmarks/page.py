@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: figures, a chart and the command that made them, written whole or not at all."""
+"""docs/evidence/benchmarks.md: figures, a chart and the command that made them, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def command(figures: Figures) -> str:
     names = _names(figures.results)
     compiles = " --compile" if any(contender(name).compiles for name in names) else ""
     guests = " --jax-python PYTHON" if JAX in names else ""
-    return f"dpvision bench {what}{compiles}{guests} --threads {figures.threads} --repeats {figures.repeats}"
+    return f"python -m benchmarks {what}{compiles}{guests} --threads {figures.threads} --repeats {figures.repeats}"
 
 
 def _flags(workload: Workload) -> str:

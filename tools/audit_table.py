@@ -26,12 +26,11 @@ from dpvision.audit.canaries import CanaryAudit, audit_with_canaries
 from dpvision.audit.mechanism_check import check_mechanism
 from dpvision.config import ViewsConfig
 from dpvision.data.batches import ImageBatch
-from dpvision.privacy import values
-from dpvision.privacy.budget import Budget
+from dpvision.privacy import private_step, values
 from dpvision.privacy.mechanism import Mechanism
+from dpvision.privacy.private_step import Budget
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import ClippedSum, Microbatch, PrivateGrad
-from dpvision.training import trainer
 
 CANARIES = 1600
 NOISE_DRAWS = 10_000
@@ -47,38 +46,38 @@ def correct() -> Iterator[None]:
 @contextmanager
 def noise_divided(factor: float) -> Iterator[None]:
     """Less noise than was charged; none at all if the factor is infinite."""
-    real = trainer.privatize
+    real = private_step.privatize
 
     def weaker(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> PrivateGrad:
         if factor == float("inf"):
             means = {name: value / mechanism.divisor for name, value in clipped.gradients.items()}
-            return PrivateGrad(means, step, proof=values._MADE_BY_PRIVATIZE)  # pyright: ignore[reportPrivateUsage]
+            return PrivateGrad(means, step, proof=values.PROOF_OF_NOISE)  # pyright: ignore[reportPrivateUsage]
         less = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / factor)
         return real(clipped, less, keys, step=step)
 
-    with mock.patch.object(trainer, "privatize", weaker):
+    with mock.patch.object(private_step, "privatize", weaker):
         yield
 
 
 @contextmanager
 def clip_ignored() -> Iterator[None]:
     """Units are let through up to ten times the clip norm."""
-    real = trainer.clipped_sum_of_batch
+    real = private_step.clipped_sum_of_batch
 
     def looser(*arguments: Any, clip_norm: float, **settings: Any) -> ClippedSum:
         return ClippedSum(real(*arguments, clip_norm=10 * clip_norm, **settings).gradients, clip_norm)
 
-    with mock.patch.object(trainer, "clipped_sum_of_batch", looser):
+    with mock.patch.object(private_step, "clipped_sum_of_batch", looser):
         yield
 
 
 @contextmanager
 def drawn_too_often(rate: Callable[[float], float]) -> Iterator[None]:
     """Units join more often than was charged."""
-    from dpvision.data import batches
+    from dpvision.privacy import sampling
 
-    real = batches.joins
-    with mock.patch.object(batches, "joins", lambda words, charged: real(words, rate(charged))):
+    real = sampling.bernoulli
+    with mock.patch.object(sampling, "bernoulli", lambda words, charged: real(words, rate(charged))):
         yield
 
 
@@ -87,9 +86,9 @@ def charges_lost() -> Iterator[None]:
     """Every other step is not charged: twice as many steps as the ledger knows."""
     real = Budget.charge
 
-    def forgetful(self: Budget, event: Any, *, step: int, fork: int) -> None:
+    def forgetful(self: Budget, sampling: Any, *, step: int) -> None:
         if step % 2 == 0:  # numbered as if nothing were missing: the ledger refuses gaps
-            real(self, event, step=step // 2, fork=fork)
+            real(self, sampling, step=step // 2)
 
     with mock.patch.object(Budget, "charge", forgetful):
         yield

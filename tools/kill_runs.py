@@ -199,8 +199,9 @@ def live(life: Life, board: Board) -> None:
 def _tell(board: Board, drawn: Path) -> None:
     """Make the library say where it is, and note each noisy value after it was drawn. Only in a child."""
     import dpvision.training.start as training
+    from dpvision.privacy import private_step
     from dpvision.storage.run_folder import RunFolder
-    from dpvision.training import start, trainer
+    from dpvision.training import start
 
     def part(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def inside(*arguments: Any, **options: Any) -> Any:
@@ -225,8 +226,8 @@ def _tell(board: Board, drawn: Path) -> None:
     training.run_steps = part("steps", training.run_steps)
     training.write_release = part("release", training.write_release)
     RunFolder.save_checkpoint = part("checkpoint", RunFolder.save_checkpoint)
-    trainer.privatize = noted(
-        trainer.privatize, lambda noisy: b"".join(g.numpy().tobytes() for g in noisy.gradients.values())
+    private_step.privatize = noted(
+        private_step.privatize, lambda noisy: b"".join(g.numpy().tobytes() for g in noisy.gradients.values())
     )
     start.released_normalisation = noted(start.released_normalisation, lambda released: repr(released).encode())
 

@@ -20,14 +20,13 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dpvision.errors import ArgumentError, brief
+from dpvision.errors import ArgumentError, validation_message
 from dpvision.privacy.mechanism import Adjacency, Clipping, Mechanism, OrdinarySampling
 
 Task = Literal["classification", "segmentation"]
 LossName = Literal["cross_entropy", "dice", "dice_cross_entropy"]
 Option = bool | int | float | str
 T = TypeVar("T")
-MOST_SHOWN = 10
 """Problems of a configuration that one message names."""
 _MECHANISM_FIELDS = ("num_units", "expected_batch_size", "clip_norm", "noise_multiplier", "steps", "privacy_unit")
 _MECHANISM_CHOICES = ("adjacency", "clipping", "unit_norm")  # never open: each has a default
@@ -509,27 +508,14 @@ def parse_config(values: dict[str, Any] | str | bytes) -> RunConfig:
         The validated configuration.
 
     Raises:
-        ArgumentError: one line that names up to ``MOST_SHOWN`` problems.
+        ArgumentError: one line that names up to ten problems.
     """
     try:
         if isinstance(values, dict):
             return RunConfig.model_validate(values)
         return RunConfig.model_validate_json(values)
     except ValidationError as error:
-        raise ArgumentError(one_line(error)) from error
-
-
-def one_line(error: ValidationError) -> str:
-    """Write a pydantic error as one line: where, what, and the value."""
-    parts = []
-    for problem in error.errors(include_url=False):
-        where = ".".join(str(part) for part in problem["loc"]) or "configuration"
-        value = problem.get("input")
-        plain = isinstance(value, (int, float, str))
-        shown = f", got {brief(repr(value) if isinstance(value, str) else value)}" if plain else ""
-        parts.append(f"{brief(where)}: {problem['msg']}{shown}")
-    more = f" and {len(parts) - MOST_SHOWN} more" if len(parts) > MOST_SHOWN else ""
-    return f"{'; '.join(parts[:MOST_SHOWN])}{more}"
+        raise ArgumentError(validation_message(error)) from error
 
 
 def required(value: T | None, name: str) -> T:

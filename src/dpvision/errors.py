@@ -1,17 +1,27 @@
-"""The wording of errors, once: the rule, the value, the cause and the remedy.
+"""Error types, rules on arguments, and the wording of messages.
 
-How names of files and lists of them appear in messages: one line, no control characters, never endless.
+Every error that a user can act on is a ``DPVisionError``: one line with the rule, the value, the cause and the remedy.
+This module also has the one escaper (``printable``), the one suggestion for a misspelt name (``did_you_mean``), the
+one translator of foreign exceptions (``translated_errors``) and the one wording of pydantic's errors
+(``validation_message``). It imports nothing of dpvision and neither torch nor pydantic.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import sys
-from collections.abc import Sequence
-from typing import final
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, final
 
-LARGEST_COUNT = 2**53
-LARGEST_WHOLE = 10**100
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+LARGEST_COUNT = 2**53  # larger whole numbers are not exact in a float64
+LARGEST_WHOLE = 10**100  # larger ones are not written out in messages
+SHOWN_LENGTH = 120
+SHOWN_ITEMS = 3
 
 
 class DPVisionError(Exception):
@@ -23,20 +33,24 @@ class ArgumentError(DPVisionError, ValueError):
 
 
 class DataError(DPVisionError):
-    """A dataset, picture or archive can't be read as what it should be."""
+    """A dataset, image or archive cannot be read in its expected format."""
 
 
 class PrivacyError(DPVisionError):
-    """Going on would make the privacy claim false."""
+    """Continuing would make the privacy claim false."""
 
 
 class TamperError(DPVisionError):
-    """A ledger, certificate, checkpoint or weight file is not what was written."""
+    """A ledger, certificate, checkpoint or weight file differs from what was written."""
+
+
+class BadFile(Exception):
+    """Why one file cannot be used. Readers of many files collect these and name the files."""
 
 
 @final
 class Problems:
-    """Collects every broken rule, so that all of them are reported at once."""
+    """Collect every broken rule, then report all of them in one error."""
 
     def __init__(self) -> None:
         self._messages: list[str] = []
@@ -55,7 +69,7 @@ class Problems:
         self._demand(_is_finite(value) and value >= 0, name, "be a finite number >= 0", value)
 
     def count(self, name: str, value: int, *, least: int = 1) -> None:
-        """Require a whole number of at least ``least``, and small enough to be exact wherever it is used."""
+        """Require a whole number from ``least`` to ``LARGEST_COUNT``."""
         whole = type(value) is int
         self._demand(whole and value >= least, name, f"be a whole number >= {least}", value)
         self._demand(not whole or value <= LARGEST_COUNT, name, f"be <= {LARGEST_COUNT}", value)
@@ -65,7 +79,7 @@ class Problems:
         self._demand(_is_finite(value) and 0 < value < 1, name, "lie strictly between 0 and 1", value)
 
     def _demand(self, holds: bool, name: str, rule: str, value: object) -> None:
-        # The words are put together for a broken rule only: rules are checked in every step.
+        # The message is built only for a broken rule, because rules are checked in every step.
         if not holds:
             self._messages.append(f"{name} must {rule}, got {brief(value)}.")
 
@@ -75,14 +89,6 @@ class Problems:
             raise ArgumentError(" ".join(self._messages))
 
 
-def brief(value: object, *, most: int = 120) -> str:
-    """A value as it can stand in a message: on one line, without control characters, and not endless."""
-    if isinstance(value, int) and abs(value) > LARGEST_WHOLE:
-        return f"a whole number of {value.bit_length()} bits"
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(value))
-    return text if len(text) <= most else f"{text[:most]}…"
-
-
 def _is_finite(value: object) -> bool:
     if type(value) is float:
         return math.isfinite(value)
@@ -90,31 +96,98 @@ def _is_finite(value: object) -> bool:
     return type(value) is int and abs(value) <= sys.float_info.max
 
 
-SHOWN_LENGTH = 120
-SHOWN_ITEMS = 3
+def printable(text: object) -> str:
+    """Escape everything that is not printable: terminal codes, line breaks and undecodable bytes.
+
+    Args:
+        text: any value; its ``str`` is escaped.
+
+    Returns:
+        One line in which unprintable characters are backslash codes.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
 
 
-class BadFile(Exception):
-    """Why a file can't be used. Whoever reads many files collects these, and names the files."""
-
-
-def printable(name: object) -> str:
-    """A name that is safe to print: terminal escapes, line breaks and undecodable bytes appear as backslash codes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(name))
+def brief(value: object, *, most: int = SHOWN_LENGTH) -> str:
+    """Write a value for a message: on one line, escaped, and cut after ``most`` characters."""
+    if isinstance(value, int) and abs(value) > LARGEST_WHOLE:
+        return f"a whole number of {value.bit_length()} bits"
+    text = printable(value)
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def shown(name: object) -> str:
-    """The same, cut to a length that fits into a message."""
+    """Write a file name for a message: escaped, with only its end if it is long."""
     text = printable(name)
     return text if len(text) <= SHOWN_LENGTH else f"…{text[-SHOWN_LENGTH:]}"
 
 
 def some_of(items: Sequence[object], *, limit: int = SHOWN_ITEMS) -> str:
-    """The first few of many, and how many more there are."""
+    """List the first ``limit`` items, and how many more there are."""
     text = ", ".join(shown(item) for item in items[:limit])
     return text if len(items) <= limit else f"{text} and {len(items) - limit} more"
 
 
 def bad_files_text(bad: Sequence[tuple[str, str]]) -> str:
-    """What is wrong with a few of the bad files, and how many there are."""
+    """List the first bad files with their reasons, given as (name, reason), and how many more there are."""
     return some_of([f"{shown(name)} ({shown(reason)})" for name, reason in bad])
+
+
+def did_you_mean(name: object, choices: Iterable[str]) -> str:
+    """Suggest the choices closest to a name that is not one of them.
+
+    Args:
+        name: what was given.
+        choices: the valid names.
+
+    Returns:
+        "Did you mean a or b?", or "There are: …" with all choices where none is close.
+    """
+    names = list(choices)
+    close = difflib.get_close_matches(str(name), names, n=3)
+    return f"Did you mean {' or '.join(close)}?" if close else f"There are: {', '.join(names)}."
+
+
+@contextmanager
+def translated_errors(
+    *kinds: type[Exception], saying: str, to: Callable[[str], DPVisionError] = ArgumentError
+) -> Generator[None]:
+    """Re-raise foreign exceptions of the block as an error of dpvision.
+
+    Args:
+        kinds: the exceptions to translate, such as ``RuntimeError``.
+        saying: the beginning of the message; the first line of the foreign message follows after a colon.
+        to: the type of the new error.
+
+    Raises:
+        DPVisionError: of type ``to``. Errors that are already dpvision's own pass unchanged.
+    """
+    try:
+        yield
+    except DPVisionError:
+        raise
+    except kinds as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise to(f"{saying}: {reason}.") from error
+
+
+def validation_message(error: ValidationError, *, whole: str = "configuration", most: int = 10) -> str:
+    """Write a pydantic error as one line: where, what, and the value.
+
+    Args:
+        error: pydantic's error.
+        whole: the name of the place where pydantic names none.
+        most: the number of problems to name; the rest is counted.
+
+    Returns:
+        The problems, separated by semicolons.
+    """
+    parts: list[str] = []
+    for problem in error.errors(include_url=False):
+        where = ".".join(str(part) for part in problem["loc"]) or whole
+        value = problem.get("input")
+        plain = isinstance(value, (int, float, str))
+        got = f", got {brief(repr(value) if isinstance(value, str) else value)}" if plain else ""
+        parts.append(f"{brief(where)}: {problem['msg']}{got}")
+    more = f" and {len(parts) - most} more" if len(parts) > most else ""
+    return f"{'; '.join(parts[:most])}{more}"

@@ -193,7 +193,7 @@ def test_epochs_become_the_first_whole_number_of_steps() -> None:
 
 
 def test_a_plan_can_be_drawn(tmp_path: Path) -> None:
-    from dpvision.accounting.budget_chart import draw_plan
+    from dpvision.cli.plan_chart import draw_plan
 
     rows = list(plan(num_units=1000, target_epsilon=3.0, delta=1e-4, expected_batch_sizes=(400, 800), steps=(2, 4)))
     draw_plan(rows, tmp_path / "plan.png")
@@ -203,7 +203,7 @@ def test_a_plan_can_be_drawn(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_page_on_accounting_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).parents[2] / "docs" / "accounting.md"
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "accounting.md"
     example = page.read_text().split("```python\n")[1].split("```")[0]
     (tmp_path / "example.py").write_text(example)
     runpy.run_path(str(tmp_path / "example.py"))

@@ -16,7 +16,7 @@ from dpvision.accounting import (
     calibrate_steps,
     guarantee,
 )
-from dpvision.accounting.calibrate import Decimals, Scale, WholeNumbers, last_within
+from dpvision.accounting.calibrate import SearchGrid, last_within
 from dpvision.errors import ArgumentError
 from dpvision.privacy.mechanism import Adjacency, Event
 
@@ -156,17 +156,17 @@ def test_all_problems_are_named_at_once() -> None:
         calibrate_noise_multiplier(num_units=10, expected_batch_size=11, steps=-1, target_epsilon=-2, delta=7)
 
 
-@pytest.mark.parametrize("scale", [Decimals(digits=3), Decimals(digits=3, descending=True), WholeNumbers()])
-def test_scales_are_ascending_in_cost_and_find_their_own_values(scale: Scale) -> None:
-    indices = range(1, 3000) if isinstance(scale, WholeNumbers) else range(-2500, 2500)
-    places = [scale.place(index) for index in indices]
-    assert places == sorted(set(places))
-    assert all(abs(scale.index_at(scale.place(index)) - index) <= 1 for index in indices)
+@pytest.mark.parametrize("grid", [SearchGrid(digits=3), SearchGrid(digits=3, falling=True), SearchGrid()])
+def test_grids_are_ordered_by_cost_and_find_their_own_values(grid: SearchGrid) -> None:
+    indices = range(1, 3000) if grid.digits is None else range(-2500, 2500)
+    values = [grid.value(index) for index in indices]
+    assert values == sorted(set(values), reverse=grid.falling)
+    assert all(abs(grid.index(grid.value(index)) - index) <= 1 for index in indices)
 
 
 def test_decimals_are_written_with_few_digits() -> None:
-    scale = Decimals(digits=3)
-    assert [scale.value(index) for index in (-1, 0, 1, 899, 900)] == [0.999, 1.0, 1.01, 9.99, 10.0]
+    grid = SearchGrid(digits=3)
+    assert [grid.value(index) for index in (-1, 0, 1, 899, 900)] == [0.999, 1.0, 1.01, 9.99, 10.0]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -187,7 +187,7 @@ def test_the_search_finds_the_last_value_within_the_target(
         grown = (value / 1000) ** power * (math.exp(min(value / 5000, 600)) if steep else 1.0)
         return max(0.0, grown - flat)  # nothing at first, as epsilon is while delta covers it
 
-    found = last_within(cost, target=target, scale=WholeNumbers(), guess=guess, cheapest=1, dearest=10**7)
+    found = last_within(cost, target=target, grid=SearchGrid(), guess=math.exp(guess), ends=(1, 10**7))
     used = len(evaluations)
     if found is None:
         assert cost(1) > target

@@ -402,7 +402,7 @@ def a_page() -> Figures:
 def test_a_page_holds_tables_chart_command_and_what_failed(tmp_path: Path) -> None:
     write_page(a_page(), tmp_path / "benchmarks.md")
     text = (tmp_path / "benchmarks.md").read_text()
-    assert "dpvision bench --suite targets,scaling --threads 2 --repeats 7" in text
+    assert "python -m benchmarks --suite targets,scaling --threads 2 --repeats 7" in text
     row = (
         "| shoefit_cnn, 28 px, batch 4 | 1,000 | 0.80 (channels-last) | **0.40** | 0.50 | 1.10 | 2.00 (opacus-hooks) |"
     )

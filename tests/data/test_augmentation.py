@@ -1,4 +1,4 @@
-"""Views: each transform against a plain loop over one picture, and what a unit's views may depend on."""
+"""Views: each transform against a plain loop over one image, and what a unit's views may depend on."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ PADDINGS: tuple[Padding, ...] = ("reflect", "symmetric", "zeros")
 Words = NDArray[np.uint64]
 
 
-def words_for(pictures: int, views: int, *, step: int = 0) -> Words:
-    return KEYS.bits_by_unit(np.arange(pictures), views * 5, "augmentation", step).reshape(pictures, views, 5)
+def words_for(images: int, views: int, *, step: int = 0) -> Words:
+    return KEYS.bits_by_unit(np.arange(images), views * 5, "augmentation", step).reshape(images, views, 5)
 
 
-def random_pictures(*shape: int, seed: int = 0) -> NDArray[np.uint8]:
+def random_images(*shape: int, seed: int = 0) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
-# --- one picture at a time -------------------------------------------------------------------------------------------
+# --- one image at a time -------------------------------------------------------------------------------------------
 
 
 def halves_of(words: Words) -> list[int]:
     return [half for word in words.tolist() for half in (word >> 32, word & 0xFFFFFFFF)]
 
 
-def plain_crop(picture: NDArray[Any], chosen: ViewSettings, words: Words) -> NDArray[Any]:
+def plain_crop(image: NDArray[Any], chosen: ViewSettings, words: Words) -> NDArray[Any]:
     """Mirror, pad as numpy does, cut out."""
     halves, pixels = halves_of(words), chosen.crop_padding
     if halves[2] / 2**32 < chosen.flip:
-        picture = picture[:, :, ::-1]
+        image = image[:, :, ::-1]
     mode = "constant" if chosen.padding == "zeros" else chosen.padding
-    padded = np.pad(picture, ((0, 0), (pixels, pixels), (pixels, pixels)), mode=mode)
+    padded = np.pad(image, ((0, 0), (pixels, pixels), (pixels, pixels)), mode=mode)
     top, left = (halves[which] * (2 * pixels + 1) >> 32 for which in (0, 1))
-    return padded[:, top : top + picture.shape[1], left : left + picture.shape[2]]
+    return padded[:, top : top + image.shape[1], left : left + image.shape[2]]
 
 
-def plain_rotation(picture: NDArray[Any], angle: float, *, outside: str) -> NDArray[np.float64]:
+def plain_rotation(image: NDArray[Any], angle: float, *, outside: str) -> NDArray[np.float64]:
     """Each pixel of the result asks the four neighbours of the place where it came from."""
-    channels, height, width = picture.shape
+    channels, height, width = image.shape
     result = np.zeros((channels, height, width))
     for y in range(height):
         for x in range(width):
@@ -78,7 +78,7 @@ def plain_rotation(picture: NDArray[Any], angle: float, *, outside: str) -> NDAr
             for row, share_y in ((top, top + 1 - from_y), (top + 1, from_y - top)):
                 for column, share_x in ((left, left + 1 - from_x), (left + 1, from_x - left)):
                     if 0 <= row < height and 0 <= column < width:
-                        result[:, y, x] += share_y * share_x * picture[:, row, column]
+                        result[:, y, x] += share_y * share_x * image[:, row, column]
     return result
 
 
@@ -115,43 +115,43 @@ def test_crops_and_mirror_images_are_those_of_a_plain_loop(
     chosen = ViewSettings(
         count=count if crop_padding or flip else 1, crop_padding=crop_padding, padding=padding, flip=flip
     )
-    pictures, words = random_pictures(*shape), words_for(shape[0], chosen.count)
-    pictures = pictures.astype(np.float32) if floating else pictures
-    found = make_views(torch.from_numpy(pictures), chosen, words)
-    expected = [plain_crop(p, chosen, w) for p, own in zip(pictures, words, strict=True) for w in own]
+    images, words = random_images(*shape), words_for(shape[0], chosen.count)
+    images = images.astype(np.float32) if floating else images
+    found = make_views(torch.from_numpy(images), chosen, words)
+    expected = [plain_crop(p, chosen, w) for p, own in zip(images, words, strict=True) for w in own]
     assert found.dtype == (torch.float32 if floating else torch.uint8)
     np.testing.assert_array_equal(found.numpy(), np.stack(expected))
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("side", [1, 2, 3, 8])
-def test_padding_is_that_of_numpy_also_where_it_is_wider_than_the_picture(padding: Padding, side: int) -> None:
-    picture = random_pictures(1, 2, side, side + 1)
+def test_padding_is_that_of_numpy_also_where_it_is_wider_than_the_image(padding: Padding, side: int) -> None:
+    image = random_images(1, 2, side, side + 1)
     mode = "constant" if padding == "zeros" else padding
     for pixels in (0, 1, side, 3 * side + 1):
-        expected = np.pad(picture, ((0, 0), (0, 0), (pixels, pixels), (pixels, pixels)), mode=mode)
-        np.testing.assert_array_equal(pad(torch.from_numpy(picture), pixels, padding).numpy(), expected)
+        expected = np.pad(image, ((0, 0), (0, 0), (pixels, pixels), (pixels, pixels)), mode=mode)
+        np.testing.assert_array_equal(pad(torch.from_numpy(image), pixels, padding).numpy(), expected)
 
 
 @pytest.mark.parametrize("outside", ["zeros", "reflection"])
 @pytest.mark.parametrize("shape", [(3, 6, 9), (1, 8, 8), (1, 1, 1), (2, 1, 5)])
 def test_a_rotation_is_that_of_a_plain_loop(shape: tuple[int, ...], outside: Any) -> None:
     angles = np.deg2rad(np.array([0.0, 7.0, -15.0, 33.3, 90.0, 180.0]))
-    pictures = random_pictures(len(angles), *shape)
-    expected = np.stack([plain_rotation(p, a, outside=outside) for p, a in zip(pictures, angles, strict=True)])
-    exact = rotate(torch.from_numpy(pictures).double(), angles, outside=outside)
-    # Coordinates are float32: 1e-6 of a picture's side, times 255 levels between neighbours.
+    images = random_images(len(angles), *shape)
+    expected = np.stack([plain_rotation(p, a, outside=outside) for p, a in zip(images, angles, strict=True)])
+    exact = rotate(torch.from_numpy(images).double(), angles, outside=outside)
+    # Coordinates are float32: 1e-6 of an image's side, times 255 levels between neighbours.
     np.testing.assert_allclose(exact.numpy(), expected, atol=5e-3)
-    whole = rotate(torch.from_numpy(pictures), angles, outside=outside)
+    whole = rotate(torch.from_numpy(images), angles, outside=outside)
     assert whole.dtype == torch.uint8
     assert np.abs(whole.numpy() - expected).max() <= 0.5 + 5e-3
-    np.testing.assert_array_equal(whole[0].numpy(), pictures[0])
+    np.testing.assert_array_equal(whole[0].numpy(), images[0])
 
 
 def test_a_quarter_turn_is_a_quarter_turn_clockwise() -> None:
-    picture = random_pictures(1, 2, 6, 6)
-    found = rotate(torch.from_numpy(picture), np.array([math.pi / 2]), outside="zeros")
-    np.testing.assert_array_equal(found.numpy(), np.rot90(picture, k=-1, axes=(2, 3)))
+    image = random_images(1, 2, 6, 6)
+    found = rotate(torch.from_numpy(image), np.array([math.pi / 2]), outside="zeros")
+    np.testing.assert_array_equal(found.numpy(), np.rot90(image, k=-1, axes=(2, 3)))
 
 
 @pytest.mark.parametrize(("height", "width"), [(12, 7), (32, 32), (1, 1), (1, 9)])
@@ -169,11 +169,11 @@ def test_erased_rectangles_are_those_of_a_plain_loop(height: int, width: int) ->
 
 def test_rotated_views_are_turned_first_and_cropped_then() -> None:
     chosen = ViewSettings(count=2, crop_padding=2, padding="zeros", flip=0.5, rotation=30.0)
-    pictures, words = random_pictures(5, 3, 8, 6), words_for(5, 2)
-    found = make_views(torch.from_numpy(pictures), chosen, words).numpy()
+    images, words = random_images(5, 3, 8, 6), words_for(5, 2)
+    found = make_views(torch.from_numpy(images), chosen, words).numpy()
     for index, own in enumerate(words.reshape(10, 5)):
         angle = math.radians(30) * (2 * halves_of(own)[3] / 2**32 - 1)
-        turned = plain_rotation(pictures[index // 2], angle, outside="zeros")
+        turned = plain_rotation(images[index // 2], angle, outside="zeros")
         assert np.abs(found[index] - plain_crop(turned, chosen, own)).max() <= 0.5 + 5e-3
 
 
@@ -181,11 +181,11 @@ def test_rotated_views_are_turned_first_and_cropped_then() -> None:
 
 
 def found_offsets(flip: float, pixels: int, views: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Where each view of a picture of coordinates was cut out, and whether it is mirrored: read off its middle."""
+    """Where each view of an image of coordinates was cut out, and whether it is mirrored: read off its middle."""
     rows, columns = np.indices((9, 9), dtype=np.uint8)
-    picture = torch.from_numpy(np.stack([rows, columns])[None])
+    image = torch.from_numpy(np.stack([rows, columns])[None])
     chosen = ViewSettings(count=views, crop_padding=pixels, padding="zeros", flip=flip)
-    middle = make_views(picture, chosen, words_for(1, views)).long().numpy()[:, :, 4, 4:6]
+    middle = make_views(image, chosen, words_for(1, views)).long().numpy()[:, :, 4, 4:6]
     mirrored_views = middle[:, 1, 1] < middle[:, 1, 0]
     x = np.where(mirrored_views, 8 - middle[:, 1, 0], middle[:, 1, 0]) - 4 + pixels
     return np.stack([middle[:, 0, 0] - 4 + pixels, x], axis=1), mirrored_views
@@ -209,7 +209,7 @@ def test_views_are_mirrored_with_the_probability_asked_for(flip: float) -> None:
 
 
 def test_angles_are_even_between_minus_and_plus_the_largest() -> None:
-    # On a picture whose channels are its coordinates, two neighbours of the middle show cosine and sine.
+    # On an image whose channels are its coordinates, two neighbours of the middle show cosine and sine.
     y, x = torch.meshgrid(torch.arange(9.0), torch.arange(9.0), indexing="ij")
     words = words_for(1, 4000)
     turned = make_views(torch.stack([y, x])[None], ViewSettings(count=4000, rotation=15.0), words)
@@ -236,7 +236,7 @@ def test_rectangles_are_erased_with_the_probability_asked_for_and_within_their_s
 
 def store_of(rows_of_unit: list[int], *, seed: int = 0) -> ImageStore:
     units = np.repeat(np.arange(len(rows_of_unit)), rows_of_unit)
-    images = random_pictures(len(units), 1, 6, 6, seed=seed)
+    images = random_images(len(units), 1, 6, 6, seed=seed)
     return store_of_arrays(
         images=images, labels=np.arange(len(units)) % 3, class_names=["a", "b", "c"], name="made", unit_names=units
     )
@@ -256,7 +256,7 @@ def same(one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[unit], other[unit]) for unit in one)
 
 
-def test_without_views_a_draw_is_bit_for_bit_the_pictures_themselves() -> None:
+def test_without_views_a_draw_is_bit_for_bit_the_images_themselves() -> None:
     store = store_of([1] * 20)
     draws = draws_of(store, ViewSettings(), rate=0.5)
     units = draws.units(3)
@@ -320,17 +320,17 @@ def test_a_repeated_step_gives_the_same_views_and_every_other_step_or_key_others
         assert not torch.equal(views, other_key[unit])
 
 
-def test_views_of_one_picture_and_of_equal_pictures_differ() -> None:
+def test_views_of_one_image_and_of_equal_images_differ() -> None:
     store = store_of([2] * 10)
     store.images[:] = store.images[:1].clone()
     chosen = ViewSettings(count=4, crop_padding=4, flip=0.5)
     drawn = torch.cat(list(inputs_by_unit(draws_of(store, chosen, rows_per_unit=2), 0, units=10).values()))
-    # 80 views of one picture in 162 ways: about 63 different ones if drawn apart, 4 or 8 if rows or units share words.
+    # 80 views of one image in 162 ways: about 63 different ones if drawn apart, 4 or 8 if rows or units share words.
     assert len(drawn) == 80
     assert len({view.numpy().tobytes() for view in drawn}) > 45
 
 
-def test_padding_holds_zeros_whatever_is_done_to_pictures() -> None:
+def test_padding_holds_zeros_whatever_is_done_to_images() -> None:
     draws = draws_of(store_of([1, 1, 1]), EVERYTHING, rows_per_unit=2)
     (piece,) = draws.batch(0).microbatches(5)
     absent = piece.row_weights_UR.reshape(-1) == 0
@@ -347,7 +347,7 @@ def test_an_empty_draw_and_an_empty_store_have_no_views() -> None:
 
 def test_channels_last_views_have_the_same_values() -> None:
     pieces: list[Microbatch] = []
-    images = random_pictures(20, 3, 6, 6)
+    images = random_images(20, 3, 6, 6)
     store = store_of_arrays(images=images, labels=np.zeros(20), class_names=["a", "b"], name="made")
     mechanism = Mechanism(num_units=20, expected_batch_size=20, clip_norm=1.0, noise_multiplier=1.0, steps=10)
     for layout in (torch.contiguous_format, torch.channels_last):
@@ -414,7 +414,7 @@ def test_views_are_averaged_before_the_clip() -> None:
     ("change", "message"),
     [
         ({"count": 0}, "count must be a whole number >= 1, got 0"),
-        ({"count": 4}, "4 views of a picture would be equal: give crop_padding, flip, rotation or erasing too"),
+        ({"count": 4}, "4 views of an image would be equal: give crop_padding, flip, rotation or erasing too"),
         ({"crop_padding": -1}, "crop_padding must be a whole number >= 0, got -1"),
         ({"padding": "edge"}, "padding must be one of .*, got 'edge'"),
         ({"flip": 1.5}, "flip must be a probability, 0 to 1, got 1.5"),
@@ -428,17 +428,17 @@ def test_impossible_settings_are_refused(change: dict[str, Any], message: str) -
 
 
 def test_settings_can_be_said_in_words() -> None:
-    assert str(ViewSettings()) == "every picture as it is"
-    assert str(ViewSettings(flip=0.25)) == "one random view of every picture: mirrored with probability 0.25"
+    assert str(ViewSettings()) == "every image as it is"
+    assert str(ViewSettings(flip=0.25)) == "one random view of every image: mirrored with probability 0.25"
     assert str(EVERYTHING) == (
-        "3 random views of every picture, averaged before its unit is clipped once: crops after 2 pixels of symmetric "
+        "3 random views of every image, averaged before its unit is clipped once: crops after 2 pixels of symmetric "
         "padding, mirrored with probability 0.5, rotated by up to 20 degrees, a rectangle erased with probability 0.5"
     )
 
 
 def test_the_example_in_the_docs_runs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "views.md"
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "augmented-views.md"
     (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(code, "docs/views.md", "exec"), names)  # noqa: S102 - our own page
+    exec(compile(code, "docs/concepts/augmented-views.md", "exec"), names)  # noqa: S102 - our own page
     assert names["views"].shape == (32, 3, 32, 32)

@@ -1,4 +1,4 @@
-"""The sampler: independent Bernoulli draws of units at the mechanism's rate, whatever the store holds."""
+"""Batches of images: the drawn units' rows in micro-batches of a fixed shape, whatever the store holds."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
-from scipy.stats import binom, binomtest
+from scipy.stats import binomtest
 
-from dpvision.data import ImageBatches, ImageStore, Normalisation, fixed_normalisation, mismatch_note, store_of_arrays
-from dpvision.data.batches import choose_without_replacement, joins
+from dpvision.data import ImageBatches, ImageStore, Normalisation, fixed_normalisation, store_of_arrays
 from dpvision.errors import ArgumentError
 from dpvision.privacy.mechanism import Mechanism
+from dpvision.privacy.private_step import step_event
 from dpvision.privacy.randomness import Keys
-from dpvision.privacy.values import Sampling, charge_for
+from dpvision.privacy.sampling import Sampling
 
-Inclusion = NDArray[np.bool_]
 FALSE_ALARM = 1e-6
 KEYS = Keys.from_seed(2, "test of draws")
 
@@ -62,87 +60,7 @@ def rows_drawn(draws: ImageBatches, step: int, *, units: int = 4) -> list[list[i
     return [rows for rows in found if rows]
 
 
-# --- exact tests of the sampler --------------------------------------------------------------------------------------
-
-
-def middle_share_p_value(counts: NDArray[np.int64], n: int, q: float) -> float:
-    """Are these counts independent Binomial(n, q)? A randomised probability transform makes them exactly uniform, so
-    that the number that falls into the middle half is exactly Binomial(len, 1/2): too many if the counts hardly vary,
-    too few if they vary too much."""
-    uniform = np.random.default_rng(5).random(len(counts))
-    position = binom.cdf(counts - 1, n, q) + uniform * binom.pmf(counts, n, q)
-    middle = int((np.abs(position - 0.5) < 0.25).sum())
-    return float(binomtest(middle, len(counts), 0.5).pvalue)
-
-
-def poisson_p_value(inclusion: Inclusion, q: float) -> float:
-    """The p-value (Bonferroni over five exact tests) of: all entries (step, unit) are independent Bernoulli(q)."""
-    steps, units = inclusion.shape
-    later = inclusion[0 : steps // 2 * 2 : 2] & inclusion[1::2]
-    beside = inclusion[:, 0 : units // 2 * 2 : 2] & inclusion[:, 1::2]
-    p_values = [
-        binomtest(int(inclusion.sum()), inclusion.size, q).pvalue,
-        binomtest(int(later.sum()), later.size, q * q).pvalue,
-        binomtest(int(beside.sum()), beside.size, q * q).pvalue,
-        middle_share_p_value(inclusion.sum(axis=1), units, q),
-        middle_share_p_value(inclusion.sum(axis=0), steps, q),
-    ]
-    return min(1.0, len(p_values) * min(float(p) for p in p_values))
-
-
-def inclusion_of(draws: ImageBatches, steps: int, units: int) -> Inclusion:
-    inclusion = np.zeros((steps, units), dtype=np.bool_)
-    for step in range(steps):
-        inclusion[step, draws.units(step)] = True
-    return inclusion
-
-
-@pytest.fixture(scope="module")
-def thousand_units() -> ImageStore:
-    return make_store([1] * 1000)
-
-
-def test_inclusions_are_independent_bernoulli_draws_at_the_mechanism_rate(thousand_units: ImageStore) -> None:
-    # False-alarm rate 1e-6; with 640,000 entries a rate that is 2 % off is eight standard errors away.
-    draws = make_draws(thousand_units, make_mechanism(1000, 200))
-    assert poisson_p_value(inclusion_of(draws, 640, 1000), 0.2) > FALSE_ALARM
-
-
-def test_a_rate_two_percent_too_high_is_rejected_by_the_same_test(thousand_units: ImageStore) -> None:
-    draws = make_draws(thousand_units, make_mechanism(1000, 204))
-    assert poisson_p_value(inclusion_of(draws, 640, 1000), 0.2) < FALSE_ALARM
-
-
-def test_fixed_size_batches_are_rejected_by_the_same_test() -> None:
-    rng = np.random.default_rng(1)
-    inclusion = np.zeros((640, 1000), dtype=np.bool_)
-    for row in inclusion:
-        row[rng.choice(1000, 200, replace=False)] = True
-    assert poisson_p_value(inclusion, 0.2) < FALSE_ALARM
-
-
-def test_shuffled_epochs_are_rejected_by_the_same_test() -> None:
-    rng = np.random.default_rng(1)
-    inclusion = np.zeros((640, 1000), dtype=np.bool_)
-    for epoch in range(128):
-        for part, units in enumerate(np.split(rng.permutation(1000), 5)):
-            inclusion[5 * epoch + part, units] = True
-    assert poisson_p_value(inclusion, 0.2) < FALSE_ALARM
-
-
-def test_draws_that_repeat_every_second_step_are_rejected_by_the_same_test(thousand_units: ImageStore) -> None:
-    inclusion = inclusion_of(make_draws(thousand_units, make_mechanism(1000, 200)), 640, 1000)
-    inclusion[1::2] = inclusion[::2]
-    assert poisson_p_value(inclusion, 0.2) < FALSE_ALARM
-
-
-def test_the_threshold_is_exact_at_its_edges() -> None:
-    words = np.array([0, 2**62 - 1, 2**62, 2**64 - 1], dtype=np.uint64)
-    assert joins(words, 0.25).tolist() == [True, True, False, False]
-    assert joins(words, 1.0).all()
-    assert joins(words, 2.0**-64).tolist() == [True, False, False, False]
-    assert not joins(words, 2.0**-65).any()
-    assert joins(words, 1 - 2.0**-53).tolist() == [True, True, True, False]
+# --- draws ---------------------------------------------------------------------------------------------------------
 
 
 def test_rate_one_draws_every_unit_in_every_step() -> None:
@@ -154,7 +72,7 @@ def test_an_empty_draw_yields_no_micro_batch_and_is_still_a_poisson_draw() -> No
     mechanism = make_mechanism(7, 1e-9)
     batch = make_draws(make_store([1] * 7), mechanism).batch(0)
     assert list(batch.microbatches(4)) == []
-    assert charge_for(batch.sampling, mechanism) == mechanism.step_event
+    assert step_event(batch.sampling, mechanism) == mechanism.step_event
 
 
 def test_a_store_without_rows_gives_empty_draws() -> None:
@@ -209,26 +127,6 @@ def test_the_size_of_a_unit_changes_no_row_choice_of_the_others(other_size: int)
         assert [row - 10 for row in third] == [row - 4 - other_size for row in third_again]
 
 
-def test_a_large_mismatch_is_a_note_and_not_an_error() -> None:
-    mechanism = make_mechanism(100, 10)
-    assert mismatch_note(make_store([1] * 100), mechanism) is None
-    assert mismatch_note(make_store([1] * 101), mechanism) is None
-    note = mismatch_note(make_store([1] * 250), mechanism)
-    assert note is not None
-    assert "is declared as 100" in note
-    assert "holds 250 units" in note
-    assert "counted" not in note
-
-
-def test_a_number_that_was_counted_is_not_called_declared() -> None:
-    mechanism = make_mechanism(100, 10)
-    assert mismatch_note(make_store([1] * 100), mechanism, counted=True) is None
-    note = mismatch_note(make_store([1] * 250), mechanism, counted=True)
-    assert note is not None
-    assert "was counted with noise as 100" in note
-    assert "is declared" not in note
-
-
 # --- rows of units ---------------------------------------------------------------------------------------------------
 
 
@@ -261,15 +159,6 @@ def test_every_set_of_rows_is_equally_likely() -> None:
     )
     assert set(counts) == set(itertools.combinations(range(4), 2))
     assert min(binomtest(count, 6000, 1 / 6).pvalue for count in counts.values()) > FALSE_ALARM / 6
-
-
-def test_choosing_without_replacement_is_uniform_over_sets_of_unequal_units() -> None:
-    # Exact for all words that matter: the remainders of every pick, enumerated. 3 of 5: picks below 3, 4 and 5.
-    words = np.array(list(itertools.product(range(3), range(4), range(5))), dtype=np.uint64)
-    chosen = choose_without_replacement(words, np.full(len(words), 5))
-    counts = Counter(tuple(sorted(row)) for row in chosen.tolist())
-    assert set(counts) == set(itertools.combinations(range(5), 3))
-    assert set(counts.values()) == {6}
 
 
 # --- micro-batches ---------------------------------------------------------------------------------------------------

@@ -57,11 +57,11 @@ def python3_pickle(values: dict[str, Any]) -> bytes:
 def cifar10_files(encode: Callable[[dict[str, Any]], bytes] | None) -> tuple[dict[str, bytes], np.ndarray, list[int]]:
     """Five small batches and a test batch; pickled by ``encode``, or binary."""
     files: dict[str, bytes] = {}
-    pictures, labels = [], []
+    images, labels = [], []
     for name in [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]:
         data, own = batch(4)
         if name != "test_batch":
-            pictures.append(data)
+            images.append(data)
             labels += own
         if encode is None:
             files[f"{name}.bin"] = np.concatenate([np.array(own, np.uint8)[:, None], data], axis=1).tobytes()
@@ -71,7 +71,7 @@ def cifar10_files(encode: Callable[[dict[str, Any]], bytes] | None) -> tuple[dic
         files["batches.meta.txt"] = "\n".join([*CLASSES10, ""]).encode()
     else:
         files["batches.meta"] = encode({"num_cases_per_batch": 10000, "label_names": CLASSES10, "num_vis": 3072})
-    return files, np.concatenate(pictures).reshape(-1, 3, 32, 32), labels
+    return files, np.concatenate(images).reshape(-1, 3, 32, 32), labels
 
 
 def write_folder(folder: Path, files: dict[str, bytes]) -> Path:
@@ -98,10 +98,10 @@ ENCODINGS = pytest.mark.parametrize("encode", [None, python2_pickle, python3_pic
 @ENCODINGS
 @pytest.mark.parametrize("archived", [False, True])
 def test_cifar10_is_read_from_folder_and_archive(tmp_path: Path, encode: Any, archived: bool) -> None:
-    files, pictures, labels = cifar10_files(encode)
+    files, images, labels = cifar10_files(encode)
     place = write_archive(tmp_path / "c.tar.gz", files) if archived else write_folder(tmp_path / "c", files)
     splits = load(place)
-    np.testing.assert_array_equal(splits.train.images.numpy(), pictures)
+    np.testing.assert_array_equal(splits.train.images.numpy(), images)
     assert splits.train.labels.tolist() == labels
     assert splits.train.class_names == tuple(CLASSES10)
     assert splits.test is not None

@@ -200,10 +200,10 @@ def test_fashion_is_never_taken_for_mnist_in_a_shared_cache(home: Path) -> None:
 def test_a_missing_set_is_downloaded_into_the_cache_and_then_found(
     site: Site, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pictures, labels = idx(np.ones((6, 28, 28), np.uint8)), idx(np.arange(6, dtype=np.uint8))
+    images, labels = idx(np.ones((6, 28, 28), np.uint8)), idx(np.arange(6, dtype=np.uint8))
     remotes = []
     for wanted in KNOWN["mnist"].remotes:
-        content = gzip.compress(pictures if "images" in wanted.file else labels)
+        content = gzip.compress(images if "images" in wanted.file else labels)
         site.files[f"/{wanted.file}"] = content
         remotes.append(remote(site, content, file=wanted.file))
     monkeypatch.setitem(KNOWN, "mnist", replace(KNOWN["mnist"], remotes=tuple(remotes)))
@@ -252,7 +252,7 @@ def test_known_sets_have_no_groups(options: LoadOptions) -> None:
 
 
 def test_the_example_of_the_data_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "data.md").read_text()
     example, _ = re.findall("```python\n(.*?)```", page, flags=re.DOTALL)  # the other one needs masks: test_data_masks
     exec(example, {})  # noqa: S102 - our own page
     assert "Microbatch(inputs=(32, 1, 28, 28), sensitive)" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -309,7 +310,7 @@ def steps_taken(tmp_path: Path, config: RunConfig, keys: Keys) -> dict[str, Tens
     session, _ = start_run(config, tmp_path, seed=3, device="cpu")
     # The same keys whatever the configuration says: now noise, draws and first weights are equal.
     session.keys = keys
-    session.image_draws._keys = keys
+    session.image_draws._sampler = replace(session.image_draws._sampler, keys=keys)
     for name, value in session.model.named_parameters():
         generator = torch.Generator().manual_seed(len(name))
         value.data.copy_(torch.randn(value.shape, generator=generator) * 0.1)

@@ -1,4 +1,4 @@
-"""Folders of pictures: classes, splits, shapes, privacy units, and what happens to bad files."""
+"""Folders of images: classes, splits, shapes, privacy units, and what happens to bad files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpvision.errors import DataError
 
 
 def write_picture(path: Path, value: int = 0, *, size: tuple[int, int] = (8, 8), mode: str = "RGB") -> Path:
-    """A flat picture; ``size`` is (width, height)."""
+    """A flat image; ``size`` is (width, height)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new(mode, size, value if mode == "L" else (value, value, value)).save(path)
     return path
@@ -21,8 +21,8 @@ def write_picture(path: Path, value: int = 0, *, size: tuple[int, int] = (8, 8),
 
 def write_classes(root: Path, classes: tuple[str, ...] = ("cat", "dog"), *, each: int = 3, mode: str = "RGB") -> Path:
     for number, name in enumerate(classes):
-        for picture in range(each):
-            write_picture(root / name / f"{picture}.png", 10 * number + picture, mode=mode)
+        for image in range(each):
+            write_picture(root / name / f"{image}.png", 10 * number + image, mode=mode)
     return root
 
 
@@ -67,11 +67,11 @@ def test_train_may_be_a_class_among_others(tmp_path: Path) -> None:
     assert store.class_names == ("bus", "test", "train")
 
 
-def test_hidden_and_foreign_files_are_no_pictures(tmp_path: Path) -> None:
+def test_hidden_and_foreign_files_are_no_images(tmp_path: Path) -> None:
     write_classes(tmp_path)
     for name in ("cat/.hidden.png", "cat/._0.png", "cat/notes.txt", ".cache/x.png", "readme.png", "dog/.git/y.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"not a picture")
+        (tmp_path / name).write_bytes(b"not an image")
     assert load(tmp_path).train.num_rows == 6
 
 
@@ -95,7 +95,7 @@ def test_linked_folders_are_followed_once_and_loops_end(tmp_path: Path) -> None:
         ([], "no class folders"),
         (["a.png"], "no class folders"),
         (["cat/a.png"], "only one class folder, cat"),
-        (["cat/a.txt", "dog/b.txt"], "no pictures in its class folders"),
+        (["cat/a.txt", "dog/b.txt"], "no images in its class folders"),
         (["train/cat/1.png", "train/dog/1.png", "test/emu/1.png"], "no class of this model: emu"),
     ],
 )
@@ -132,7 +132,7 @@ def test_inspect_gives_the_facts_without_paths(tmp_path: Path) -> None:
         "classes": 2,
         "class_names": ["cat", "dog"],
         "image_shape": [1, 8, 8],
-        "image_shape_from": "most of the pictures",
+        "image_shape_from": "most of the images",
         "test_rows": None,
         "normalisation": {"mean": [0.5], "std": [0.5], "source": "fixed"},
         "skipped": 0,
@@ -143,7 +143,7 @@ def test_inspect_gives_the_facts_without_paths(tmp_path: Path) -> None:
 # --- shapes ----------------------------------------------------------------------------------------------------------
 
 
-def test_one_odd_picture_does_not_change_the_shape_of_the_others(tmp_path: Path) -> None:
+def test_one_odd_image_does_not_change_the_shape_of_the_others(tmp_path: Path) -> None:
     write_classes(tmp_path, mode="L")
     before = load(tmp_path).train
     write_picture(tmp_path / "dog" / "odd.png", 9, size=(31, 17))
@@ -161,7 +161,7 @@ def test_one_odd_picture_does_not_change_the_shape_of_the_others(tmp_path: Path)
         ([(10, 11), (12, 13), (14, 15)], (3, 32, 32)),
     ],
 )
-def test_without_a_size_most_pictures_decide(
+def test_without_a_size_most_images_decide(
     tmp_path: Path, sizes: list[tuple[int, int]], shape: tuple[int, int, int]
 ) -> None:
     for number, size in enumerate(sizes):
@@ -190,7 +190,7 @@ def write_patients(root: Path) -> Path:
     return root
 
 
-def test_each_picture_is_its_own_unit_by_default(tmp_path: Path) -> None:
+def test_each_image_is_its_own_unit_by_default(tmp_path: Path) -> None:
     assert load(write_patients(tmp_path)).train.num_units == 5
 
 
@@ -279,16 +279,16 @@ def test_a_csv_that_is_not_text_or_not_there_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [LoadOptions(), LoadOptions(image_size=8, channels=3)])
-def test_a_corrupt_picture_is_named_and_stops_the_run(tmp_path: Path, options: LoadOptions) -> None:
+def test_a_corrupt_image_is_named_and_stops_the_run(tmp_path: Path, options: LoadOptions) -> None:
     write_classes(tmp_path)
     (tmp_path / "dog" / "1.png").write_bytes(b"\x89PNG but no more")
-    with pytest.raises(DataError, match=r"1 of 6 pictures can't be read: dog/1.png \(.*\)\. .*skip_bad") as caught:
+    with pytest.raises(DataError, match=r"1 of 6 images can't be read: dog/1.png \(.*\)\. .*skip_bad") as caught:
         load(tmp_path, options)
     one_line(caught)
 
 
 @pytest.mark.parametrize("options", [{}, {"image_size": 8, "channels": 3}])
-def test_bad_pictures_are_skipped_and_counted_when_asked(tmp_path: Path, options: dict[str, int]) -> None:
+def test_bad_images_are_skipped_and_counted_when_asked(tmp_path: Path, options: dict[str, int]) -> None:
     write_classes(tmp_path)
     (tmp_path / "dog" / "1.png").write_bytes(b"")
     store = load(tmp_path, LoadOptions(skip_bad=True, **options)).train
@@ -315,7 +315,7 @@ def test_many_bad_files_give_a_short_message(tmp_path: Path) -> None:
         load(tmp_path)
     assert len(one_line(caught)) < 400
     for options in (LoadOptions(skip_bad=True), LoadOptions(skip_bad=True, image_size=8, channels=1)):
-        with pytest.raises(DataError, match=r"100 of 100|all 100 pictures were skipped"):
+        with pytest.raises(DataError, match=r"100 of 100|all 100 images were skipped"):
             load(tmp_path, options)
 
 
@@ -329,12 +329,12 @@ def test_file_names_can_not_write_to_the_terminal(tmp_path: Path) -> None:
     assert skipped[0][0].isprintable()
 
 
-def test_progress_is_reported_for_every_picture(tmp_path: Path) -> None:
+def test_progress_is_reported_for_every_image(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     load(write_classes(tmp_path), progress=lambda what, done, total: seen.append((what, done, total)))
     assert seen == [
-        *(("looking at pictures", n, 6) for n in range(1, 7)),
-        *(("reading pictures", n, 6) for n in range(1, 7)),
+        *(("looking at images", n, 6) for n in range(1, 7)),
+        *(("reading images", n, 6) for n in range(1, 7)),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Single pictures: every kind that people have, upright and in bytes; hostile ones refused."""
+"""Single images: every kind that people have, upright and in bytes; hostile ones refused."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 import torch
 from PIL import Image
 
-from dpvision.data import load_pictures
+from dpvision.data import load_images
 from dpvision.data.images import Looks, decode, look
 from dpvision.errors import ArgumentError, DataError
 
 GRADIENT = np.linspace(0, 255, 12 * 10).reshape(12, 10).astype(np.uint8)
 COLOUR = np.stack([GRADIENT, 255 - GRADIENT, np.full_like(GRADIENT, 60)], axis=-1)
 GREY_SHAPE, COLOUR_SHAPE = (1, 12, 10), (3, 12, 10)
-# JPEG and lossy WebP change values; a smooth picture changes by a few.
+# JPEG and lossy WebP change values; a smooth image changes by a few.
 LOSSY = 12
 
 
@@ -28,7 +28,7 @@ def luma(colour: np.ndarray) -> np.ndarray:
     return colour @ np.array([0.299, 0.587, 0.114])
 
 
-def palette_picture() -> Image.Image:
+def palette_image() -> Image.Image:
     return Image.fromarray(GRADIENT // 64 * 64).convert("P", palette=Image.Palette.ADAPTIVE)
 
 
@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[Image.Image, dict[str, Any], np.ndarray, float]] = {
     "cmyk.tif": (Image.fromarray(COLOUR).convert("CMYK"), {}, COLOUR, 1),
     "colour.webp": (Image.fromarray(COLOUR), {"lossless": True}, COLOUR, 0),
     "lossy.webp": (Image.fromarray(COLOUR), {"quality": 95}, COLOUR, 2 * LOSSY),
-    "palette.png": (palette_picture(), {}, np.asarray(palette_picture().convert("RGB")), 0),
+    "palette.png": (palette_image(), {}, np.asarray(palette_image().convert("RGB")), 0),
     "bilevel.png": (Image.fromarray(GRADIENT > 99), {}, np.where(GRADIENT > 99, 255, 0), 0),
     "sixteen.png": (Image.fromarray(GRADIENT.astype(np.uint16) * 257), {}, GRADIENT, 0),
     "sixteen.tif": (Image.fromarray(GRADIENT.astype(np.uint16) * 257), {}, GRADIENT, 0),
@@ -57,9 +57,9 @@ KINDS: dict[str, tuple[Image.Image, dict[str, Any], np.ndarray, float]] = {
 
 
 @pytest.mark.parametrize("name", sorted(KINDS))
-def test_every_kind_of_picture_becomes_the_same_bytes(tmp_path: Path, name: str) -> None:
-    picture, settings, expected, tolerance = KINDS[name]
-    picture.save(tmp_path / name, **settings)
+def test_every_kind_of_image_becomes_the_same_bytes(tmp_path: Path, name: str) -> None:
+    image, settings, expected, tolerance = KINDS[name]
+    image.save(tmp_path / name, **settings)
     grey = decode(tmp_path / name, image_shape=GREY_SHAPE)[0].astype(float)
     colour = decode(tmp_path / name, image_shape=COLOUR_SHAPE).transpose(1, 2, 0).astype(float)
     as_colour = expected if expected.ndim == 3 else np.repeat(expected[:, :, None], 3, axis=2)
@@ -78,14 +78,14 @@ def test_transparent_parts_lie_over_black(tmp_path: Path) -> None:
     pixels = decode(tmp_path / "a.png", image_shape=COLOUR_SHAPE)
     np.testing.assert_array_equal(pixels[:, :6].transpose(1, 2, 0), COLOUR[:6])
     assert (pixels[:, 6:] == 0).all()
-    palette = palette_picture()
+    palette = palette_image()
     palette.save(tmp_path / "b.png", transparency=int(np.asarray(palette)[0, 0]))
     assert (decode(tmp_path / "b.png", image_shape=COLOUR_SHAPE)[:, 0, 0] == 0).all()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("suffix", ["jpg", "tif", "png", "webp"])
-def test_pictures_are_turned_upright_by_their_exif(tmp_path: Path, orientation: int, suffix: str) -> None:
+def test_images_are_turned_upright_by_their_exif(tmp_path: Path, orientation: int, suffix: str) -> None:
     upright = np.zeros((12, 20), dtype=np.uint8)
     upright[:6, :10] = 250
     upright[6:, :10] = 120
@@ -140,16 +140,16 @@ def png_header(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(9))) + chunk(b"IEND", b"")
 
 
-def saved(picture: Image.Image, form: str, **settings: Any) -> bytes:
+def saved(image: Image.Image, form: str, **settings: Any) -> bytes:
     file = io.BytesIO()
-    picture.save(file, form, **settings)
+    image.save(file, form, **settings)
     return file.getvalue()
 
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
 HOSTILE = {
     "empty.png": (b"", "empty file"),
-    "text.png": (b"hello", "not a picture of a known format"),
+    "text.png": (b"hello", "not an image of a known format"),
     "cut.png": (saved(NOISE, "PNG")[:3000], "truncated|Truncated|broken"),
     "cut.jpg": (saved(NOISE, "JPEG")[:1500], "truncated"),
     "cut.bmp": (saved(NOISE, "BMP")[:1500], "truncated"),
@@ -159,8 +159,8 @@ HOSTILE = {
     "bomb.png": (png_header(20_000, 20_000), "more than 89478485 pixels"),
     "big.png": (png_header(10_000, 10_000), "more than 89478485 pixels"),
     "hollow.png": (png_header(5_000, 5_000), "."),
-    "gif.png": (saved(NOISE.convert("P"), "GIF"), "not a picture of a known format"),
-    "eps.png": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a picture of a known format"),
+    "gif.png": (saved(NOISE.convert("P"), "GIF"), "not an image of a known format"),
+    "eps.png": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image of a known format"),
     "moving.webp": (saved(NOISE, "WEBP", save_all=True, append_images=[NOISE.rotate(90)]), "2 frames or pages"),
     "moving.png": (saved(NOISE, "PNG", save_all=True, append_images=[NOISE.rotate(90)]), "2 frames or pages"),
     "pages.tif": (saved(NOISE, "TIFF", save_all=True, append_images=[NOISE] * 3), "4 frames or pages"),
@@ -170,11 +170,11 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_a_hostile_picture_is_named_with_its_reason(tmp_path: Path, name: str) -> None:
+def test_a_hostile_image_is_named_with_its_reason(tmp_path: Path, name: str) -> None:
     content, reason = HOSTILE[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=rf"1 of 1 pictures can't be read: .*{name} \(.*({reason})") as caught:
-        load_pictures([tmp_path / name], image_shape=(3, 8, 8))
+    with pytest.raises(DataError, match=rf"1 of 1 images can't be read: .*{name} \(.*({reason})") as caught:
+        load_images([tmp_path / name], image_shape=(3, 8, 8))
     assert str(caught.value).isprintable()
 
 
@@ -187,7 +187,7 @@ def test_random_damage_gives_pixels_or_a_reason_and_nothing_else(tmp_path: Path)
         for place in rng.integers(0, min(len(data), 200), 3):
             data[place] = rng.integers(0, 256)
         (tmp_path / f"{number}.png").write_bytes(bytes(data))
-    pixels, names, skipped = load_pictures([tmp_path], image_shape=(3, 8, 8), skip_bad=True)
+    pixels, names, skipped = load_images([tmp_path], image_shape=(3, 8, 8), skip_bad=True)
     assert len(names) + len(skipped) == 240
     assert pixels.shape == (len(names), 3, 8, 8)
     assert all(reason.isprintable() for _, reason in skipped)
@@ -195,24 +195,24 @@ def test_random_damage_gives_pixels_or_a_reason_and_nothing_else(tmp_path: Path)
 
 def test_a_missing_file_and_a_folder_in_disguise_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.png does not exist"):
-        load_pictures([tmp_path / "none.png"], image_shape=(3, 8, 8))
-    with pytest.raises(DataError, match="no pictures given"):
-        load_pictures([tmp_path], image_shape=(3, 8, 8))
+        load_images([tmp_path / "none.png"], image_shape=(3, 8, 8))
+    with pytest.raises(DataError, match="no images given"):
+        load_images([tmp_path], image_shape=(3, 8, 8))
     (tmp_path / "folder.png").mkdir()
-    with pytest.raises(DataError, match="no pictures given"):
-        load_pictures([tmp_path], image_shape=(3, 8, 8))
+    with pytest.raises(DataError, match="no images given"):
+        load_images([tmp_path], image_shape=(3, 8, 8))
     Image.fromarray(GRADIENT).save(tmp_path / "a.png")
     with pytest.raises(ArgumentError, match="image_shape must be"):
-        load_pictures([tmp_path / "a.png"], image_shape=(2, 8, 8))
+        load_images([tmp_path / "a.png"], image_shape=(2, 8, 8))
 
 
-def test_pictures_for_prediction_come_in_the_order_given_with_folders_opened(tmp_path: Path) -> None:
+def test_images_for_prediction_come_in_the_order_given_with_folders_opened(tmp_path: Path) -> None:
     for name, value in (("b.png", 2), ("f/z.png", 9), ("f/a.png", 8), ("a.png", 1)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         Image.new("L", (5, 5), value).save(tmp_path / name)
-    (tmp_path / "f" / "notes.txt").write_text("no picture")
+    (tmp_path / "f" / "notes.txt").write_text("no image")
     wanted = [tmp_path / "b.png", tmp_path / "f", tmp_path / "a.png"]
-    pixels, names, skipped = load_pictures(wanted, image_shape=(1, 4, 4))
+    pixels, names, skipped = load_images(wanted, image_shape=(1, 4, 4))
     assert pixels[:, 0, 0, 0].tolist() == [2, 8, 9, 1]
     assert pixels.dtype == torch.uint8
     assert [Path(name).name for name in names] == ["b.png", "a.png", "z.png", "a.png"]

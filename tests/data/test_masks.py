@@ -1,4 +1,4 @@
-"""Pairs of pictures and masks: by name, by rule, and each in its place."""
+"""Pairs of images and masks: by name, by rule, and each in its place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def disc(rows: int = 8, columns: int = 8) -> NDArray[np.uint8]:
 
 
 def write_pair(root: Path, name: str, *, mask: NDArray[Any] | None = None, mask_name: str | None = None) -> None:
-    """A grey picture and its mask; the picture shows where the mask is."""
+    """A grey image and its mask; the image shows where the mask is."""
     mask = disc() if mask is None else mask
     for path, values in (
         (root / "images" / f"{name}.png", (mask > 0) * np.uint8(200)),
@@ -80,7 +80,7 @@ def test_a_store_holds_one_class_a_pixel() -> None:
         (torch.full((6, 4, 6), 2, dtype=torch.uint8), r"labels must lie in 0\.\.1"),
     ],
 )
-def test_masks_that_do_not_fit_their_pictures_are_refused(labels: torch.Tensor, message: str) -> None:
+def test_masks_that_do_not_fit_their_images_are_refused(labels: torch.Tensor, message: str) -> None:
     with pytest.raises(DataError, match=message):
         replace(store_with_masks(), labels=labels)
 
@@ -117,7 +117,7 @@ def test_no_patient_is_split_by_the_hold_out_even_where_slices_are_the_units() -
 
 
 @pytest.mark.parametrize("ending", ["", "_mask", "_seg", "_label", "_MASK"])
-def test_a_mask_is_found_by_its_pictures_name(tmp_path: Path, ending: str) -> None:
+def test_a_mask_is_found_by_its_images_name(tmp_path: Path, ending: str) -> None:
     for name in ("b", "sub/a", "a"):
         write_pair(tmp_path, name, mask_name=name + ending)
     store = load(tmp_path / "images", options_of(tmp_path)).train
@@ -126,7 +126,7 @@ def test_a_mask_is_found_by_its_pictures_name(tmp_path: Path, ending: str) -> No
     assert torch.equal(store.images[:, 0], store.labels * 200)
 
 
-def test_pictures_and_masks_may_lie_in_one_folder(tmp_path: Path) -> None:
+def test_images_and_masks_may_lie_in_one_folder(tmp_path: Path) -> None:
     for name, value in (("a", 200), ("a_mask", 1), ("b", 200), ("b_seg", 1)):
         Image.fromarray(disc() * np.uint8(value)).save(tmp_path / f"{name}.png")
     store = load(tmp_path, LoadOptions(segmentation=True, masks=tmp_path)).train
@@ -134,14 +134,14 @@ def test_pictures_and_masks_may_lie_in_one_folder(tmp_path: Path) -> None:
     assert torch.equal(store.images[:, 0], store.labels * 200)
 
 
-def test_pictures_and_masks_without_a_partner_are_named_and_refused(tmp_path: Path) -> None:
+def test_images_and_masks_without_a_partner_are_named_and_refused(tmp_path: Path) -> None:
     write_pair(tmp_path, "both")
     write_pair(tmp_path, "lonely")
     write_pair(tmp_path, "extra")
     (tmp_path / "masks" / "lonely.png").unlink()
     (tmp_path / "images" / "extra.png").unlink()
     for skip_bad in (False, True):
-        with pytest.raises(DataError, match=r"1 pictures have no mask: lonely\.png\. 1 masks have no picture: extra"):
+        with pytest.raises(DataError, match=r"1 images have no mask: lonely\.png\. 1 masks have no image: extra"):
             load(tmp_path / "images", options_of(tmp_path, skip_bad=skip_bad))
 
 
@@ -152,7 +152,7 @@ def test_names_that_fit_twice_are_refused(tmp_path: Path) -> None:
         load(tmp_path / "images", options_of(tmp_path))
     (tmp_path / "masks" / "a_mask.png").unlink()
     Image.fromarray(disc()).save(tmp_path / "images" / "a.bmp")
-    with pytest.raises(DataError, match="1 names belong to several pictures: a"):
+    with pytest.raises(DataError, match="1 names belong to several images: a"):
         load(tmp_path / "images", options_of(tmp_path))
 
 
@@ -161,7 +161,7 @@ def bad_mask(root: Path, kind: str) -> str:
     path = root / "masks" / "b.png"
     if kind == "shape":
         Image.fromarray(disc(8, 9)).save(path)
-        return r"b\.png \(mask b\.png: 8×9, but its picture is 8×8\)"
+        return r"b\.png \(mask b\.png: 8×9, but its image is 8×8\)"
     if kind == "truncated":
         path.write_bytes(path.read_bytes()[:60])
         return r"b\.png \(mask b\.png: "
@@ -239,7 +239,7 @@ def test_an_empty_mask_is_a_row_unless_only_foreground_is_asked_for(tmp_path: Pa
         load(tmp_path / "images", options_of(tmp_path, only_foreground=True))
 
 
-def test_masks_are_resized_with_their_pictures_and_never_mixed(tmp_path: Path) -> None:
+def test_masks_are_resized_with_their_images_and_never_mixed(tmp_path: Path) -> None:
     mask = np.zeros((24, 40), np.uint8)
     mask[2:14, 6:30] = 3
     for name, values in (("images", mask * np.uint8(60)), ("masks", mask)):
@@ -318,7 +318,7 @@ def test_owners_that_nobody_knows_can_not_be_units(patients: Path) -> None:
         load(patients / "images", options_of(patients, unit_pattern="^(p1)_"))
 
 
-def test_public_pictures_need_no_owners_but_keep_those_that_are_known(patients: Path) -> None:
+def test_public_images_need_no_owners_but_keep_those_that_are_known(patients: Path) -> None:
     known = load_one(patients / "images", options_of(patients, unit_pattern=r"^(p\d+)_"))
     assert (known.owners, known.num_units) == (("p10", "p1", "p1", "p2"), 4)
     assert load_one(patients / "images", options_of(patients, unit_pattern="^(p1)_")).owners is None
@@ -378,7 +378,7 @@ def test_what_has_no_masks_is_no_source(patients: Path) -> None:
         (patients / "images", LoadOptions(segmentation=True), "needs masks: name the folder"),
         (patients / "nowhere", options_of(patients), "neither a file or folder"),
         (patients / "images", replace(options_of(patients), masks=patients / "nowhere"), "must be two folders"),
-        (patients, replace(options_of(patients), masks=patients / "masks"), "pictures have no mask"),
+        (patients, replace(options_of(patients), masks=patients / "masks"), "images have no mask"),
     ):
         with pytest.raises(DataError, match=message):
             load(source, options)
@@ -389,10 +389,10 @@ def test_the_example_in_the_docs_runs(
 ) -> None:
     for name in ("patient1_0", "patient1_1", "patient2_0"):
         write_pair(tmp_path, name)
-    page = Path(__file__).parents[2] / "docs" / "data.md"
+    page = Path(__file__).parents[2] / "docs" / "reference" / "data.md"
     _, code = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec(compile(code, "docs/data.md", "exec"), names)  # noqa: S102 - our own page
+    exec(compile(code, "docs/reference/data.md", "exec"), names)  # noqa: S102 - our own page
     assert names["store"].owners == ("patient1", "patient1", "patient2")
     assert capsys.readouterr().out == "True torch.Size([3, 128, 128])\n"

@@ -1,4 +1,4 @@
-"""Pictures and masks in an .npz file, and the numbers that become pixels and classes."""
+"""Images and masks in an .npz file, and the numbers that become pixels and classes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_npz(path: Path, **arrays: Any) -> Path:
     return path
 
 
-def test_an_npz_holds_pictures_masks_and_patients(tmp_path: Path) -> None:
+def test_an_npz_holds_images_masks_and_patients(tmp_path: Path) -> None:
     path = write_npz(tmp_path / "a.npz", images=GREY, masks=MASKS, volume=PATIENTS)
     options = LoadOptions(segmentation=True, unit_column="volume", mask_classes="classes")
     store = load(path, options).train
@@ -75,8 +75,8 @@ def test_a_window_turns_intensities_into_bytes(tmp_path: Path, dtype: Any) -> No
     [
         ({"images": GREY}, "no array named masks"),
         ({"images": GREY, "labels": np.arange(6)}, "no array named masks"),
-        ({"images": GREY, "masks": MASKS[:5]}, r"masks \(5, 4, 5\) don't match 6 pictures \(4, 5\)"),
-        ({"images": GREY, "masks": MASKS.transpose(0, 2, 1)}, "don't match 6 pictures"),
+        ({"images": GREY, "masks": MASKS[:5]}, r"masks \(5, 4, 5\) don't match 6 images \(4, 5\)"),
+        ({"images": GREY, "masks": MASKS.transpose(0, 2, 1)}, "don't match 6 images"),
         ({"images": GREY, "masks": MASKS[:, 0]}, r"masks must be \(N, H, W\)"),
         ({"images": GREY, "masks": MASKS - 0.5}, "got fractions, NaN or infinity"),
         ({"images": GREY, "masks": MASKS.astype(np.int8) - 1}, "numbers >= 0, got -1"),

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dpvision.data import LoadOptions, load, load_one, read_volume, volume_pictures
+from dpvision.data import LoadOptions, load, load_one, read_volume, volume_images
 from dpvision.data import nifti as module
 from dpvision.errors import DataError
 
@@ -122,9 +122,9 @@ def test_single_files_and_named_volumes_are_read_too(tmp_path: Path) -> None:
     files = {kind: tmp_path / kind / "a.nii.gz" for kind in ("images", "masks")}
     options = replace(options_of(tmp_path), masks=files["masks"], image_size=4)
     assert load(files["images"], options).train.owners == ("a",) * 6
-    pictures = volume_pictures(read_volume(files["images"]), image_shape=(3, 4, 4), options=options)
-    assert pictures.shape == (6, 3, 4, 4)
-    assert torch.equal(pictures[:, :1], load(files["images"], options).train.images)
+    images = volume_images(read_volume(files["images"]), image_shape=(3, 4, 4), options=options)
+    assert images.shape == (6, 3, 4, 4)
+    assert torch.equal(images[:, :1], load(files["images"], options).train.images)
 
 
 def test_only_foreground_drops_empty_slices_one_by_one(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_bad_volume_is_named_and_skipped_only_when_asked(tmp_path: Path, kind:
         write_pair(tmp_path, name)
     message = damage(tmp_path, kind)
     options = options_of(tmp_path, image_size=4)
-    with pytest.raises(DataError, match=f"1 of 3 pictures or their masks can't be used: b.nii.gz.*{message}") as caught:
+    with pytest.raises(DataError, match=f"1 of 3 images or their masks can't be used: b.nii.gz.*{message}") as caught:
         load(tmp_path / "images", options)
     assert "\n" not in str(caught.value)
     store = load(tmp_path / "images", replace(options, skip_bad=True)).train
@@ -241,7 +241,7 @@ def test_a_bad_volume_is_named_and_skipped_only_when_asked(tmp_path: Path, kind:
 def test_volumes_and_masks_without_a_partner_are_refused(tmp_path: Path) -> None:
     write_pair(tmp_path, "a")
     write(tmp_path / "images" / "b.nii.gz", VOXELS)
-    with pytest.raises(DataError, match=r"1 pictures have no mask: b\.nii\.gz"):
+    with pytest.raises(DataError, match=r"1 images have no mask: b\.nii\.gz"):
         load(tmp_path / "images", options_of(tmp_path))
     write(tmp_path / "masks" / "b_seg.nii", MASK)
     assert load(tmp_path / "images", options_of(tmp_path, image_size=4)).train.num_units == 2

@@ -23,7 +23,7 @@ def write(path: Path, **arrays: Any) -> Path:
     return path
 
 
-def test_grey_and_colour_pictures_are_read_in_either_layout(tmp_path: Path) -> None:
+def test_grey_and_colour_images_are_read_in_either_layout(tmp_path: Path) -> None:
     grey = load(write(tmp_path / "a.npz", images=GREY, labels=LABELS))
     assert grey.train.image_shape == (1, 4, 5)
     assert (grey.test, grey.normalisation.source, grey.train.name) == (None, "fixed", "a train")
@@ -92,14 +92,14 @@ def test_a_unit_column_groups_rows(tmp_path: Path, units: Any) -> None:
     ("arrays", "message"),
     [
         ({"images": GREY}, "no array named labels"),
-        ({"volume": GREY}, "has no pictures: its arrays are volume"),
+        ({"volume": GREY}, "has no images: its arrays are volume"),
         ({"labels": LABELS}, "no array named images"),
-        ({"images": GREY[:5], "labels": LABELS}, "don't match 5 pictures"),
+        ({"images": GREY[:5], "labels": LABELS}, "don't match 5 images"),
         ({"images": GREY, "labels": LABELS - 1}, "labels must be whole numbers >= 0"),
         ({"images": GREY, "labels": LABELS * 0.5}, "labels must be whole numbers >= 0"),
         ({"images": GREY, "labels": LABELS * 10**6}, "taken for a mistake"),
-        ({"images": GREY[:, 0], "labels": LABELS}, "pictures must be"),
-        ({"images": GREY[..., None].repeat(4, -1), "labels": LABELS}, "pictures must be"),
+        ({"images": GREY[:, 0], "labels": LABELS}, "images must be"),
+        ({"images": GREY[..., None].repeat(4, -1), "labels": LABELS}, "images must be"),
         ({"images": GREY.astype(np.float32), "labels": LABELS}, "must be numbers in"),
         ({"images": np.full((6, 4, 5), np.nan), "labels": LABELS}, "must be numbers in"),
         ({"images": GREY.astype(np.int64) - 1, "labels": LABELS}, "must be numbers in"),
@@ -121,7 +121,7 @@ def test_arrays_that_make_no_dataset_are_refused(tmp_path: Path, arrays: dict[st
     [
         (np.array([1.0, 2, 3, 4, 5, np.nan]), "must hold whole numbers or texts"),
         (np.array(["a", "", "c", "d", "e", "f"]), "empty in some rows"),
-        (np.arange(5), "don't match 6 pictures"),
+        (np.arange(5), "don't match 6 images"),
     ],
 )
 def test_unusable_unit_columns_are_refused(tmp_path: Path, units: Any, message: str) -> None:

@@ -39,7 +39,7 @@ def seeded_normals(key: bytes, count: int) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_no_unit_moves_the_sum_by_more_than_the_bound_and_the_worst_one_reaches_it(channels: int) -> None:
-    # The extremes of a and b lie at constant pictures and at mixtures of black and white: try all of them and noise.
+    # The extremes of a and b lie at constant images and at mixtures of black and white: try all of them and noise.
     rng = np.random.default_rng(0)
     flat = [np.full((channels, 4, 4), value) for value in (0, 1, 127, 128, 255)]
     mixed = [np.where(rng.random((channels, 4, 4)) < share, 255, 0) for share in (0.1, 0.5, 0.9)]
@@ -53,8 +53,8 @@ def test_no_unit_moves_the_sum_by_more_than_the_bound_and_the_worst_one_reaches_
 
 
 def test_a_patient_with_many_rows_moves_the_sum_no_more_than_one_with_one_row() -> None:
-    pictures = np.full((101, 1, 3, 3), 255, dtype=np.uint8)
-    store = make_store(pictures, units=[0] * 100 + [1])
+    images = np.full((101, 1, 3, 3), 255, dtype=np.uint8)
+    store = make_store(images, units=[0] * 100 + [1])
     vectors = unit_statistics(store)
     assert vectors.shape == (2, 2)
     np.testing.assert_allclose(vectors[0], vectors[1], rtol=1e-12)
@@ -69,7 +69,7 @@ def test_units_contribute_the_mean_over_all_their_rows() -> None:
         np.testing.assert_allclose(vector, expected, atol=1e-12)
 
 
-def test_without_noise_the_constants_are_those_of_the_pictures() -> None:
+def test_without_noise_the_constants_are_those_of_the_images() -> None:
     store = random_store(400)
     constants, _ = released_normalisation(store, num_units=400, noise_multiplier=1.0, keys=KEYS, normals=no_noise)
     x = store.images.numpy() / 255

@@ -36,5 +36,5 @@ def test_a_real_set_has_its_published_counts_labels_and_mean(
     assert splits.train.class_names[0] == first_class
     assert splits.train.labels.bincount().sum() == rows
     found = splits.train.images[::20].float().mean(dim=(0, 2, 3)) / 255
-    # A twentieth of the pictures, whose own means have a spread of 0.1 to 0.25: five standard errors.
+    # A twentieth of the images, whose own means have a spread of 0.1 to 0.25: five standard errors.
     assert found.tolist() == pytest.approx(splits.normalisation.mean, abs=0.025)

@@ -1,11 +1,11 @@
-"""Every example in docs/engine.md runs."""
+"""Every example in docs/concepts/engine.md runs."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "engine.md"
 
 
 def test_the_examples_of_the_engine_page_run() -> None:

@@ -1,4 +1,4 @@
-"""Mistakes that other libraries make (docs/guarantee.md lists them), each with what happens here instead."""
+"""Mistakes that other libraries make (docs/concepts/guarantee.md lists them), each with what happens here instead."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from dpvision.cli import app
 from dpvision.errors import DPVisionError
 from dpvision.inference.predict import at_own_size, write_masks
 from dpvision.privacy.randomness import Keys
-from dpvision.release.report_page import write_report
+from dpvision.release.report import write_report
 from dpvision.release.statements import SHOWN_PICTURES
 from dpvision.release.verify import verify
 from dpvision.storage.run_folder import EXAMPLES, parse_examples

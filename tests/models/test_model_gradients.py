@@ -215,7 +215,7 @@ def test_equal_units_have_draws_of_their_own_and_a_changed_unit_moves_no_other()
     x = noise(1, 2, 32, 32).repeat(8, 1, 1, 1)
     with torch.no_grad(), initialisation.seeded(5):
         before = model(x)
-    # Eight equal pictures: with one draw for all of them their scores would be equal.
+    # Eight equal images: with one draw for all of them their scores would be equal.
     assert len({tuple(row) for row in before.tolist()}) == 8
     x[3] = 3 * x[3].flip(-1) + 1
     with torch.no_grad(), initialisation.seeded(5):
@@ -231,7 +231,7 @@ def test_wrn16_4_trains_privately_through_the_rules_alone() -> None:
     x, targets = noise(8, 1, 8, 8), torch.tensor([0, 1] * 4)
     x[0::2, :, :4] += 2
     x[1::2, :, 4:] += 2
-    # Little noise for few pictures: that the loss falls shows the way of the gradients, not of the privacy.
+    # Little noise for few images: that the loss falls shows the way of the gradients, not of the privacy.
     mechanism = Mechanism(num_units=8, expected_batch_size=8.0, clip_norm=1.0, noise_multiplier=1e-3, steps=4)
     optimizer = Optimizer(model, settings=OptimizerSettings(learning_rate=0.5), total_steps=4, private=True)
     with torch.no_grad():

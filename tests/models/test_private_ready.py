@@ -67,12 +67,12 @@ def users_model() -> UsersResNet:
     return model
 
 
-def pictures(rows: int = 4) -> Tensor:
+def images(rows: int = 4) -> Tensor:
     return torch.randn(rows, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 
 
 def rows_mix(model: nn.Module) -> bool:
-    x = pictures()
+    x = images()
     other = torch.cat((x[:1], 3 * x[1:] + 1))
     with torch.no_grad():
         return not torch.allclose(model(x)[0], model(other)[0], atol=1e-5)
@@ -86,7 +86,7 @@ def test_the_users_model_mixes_rows_and_its_ready_copy_does_not() -> None:
     assert not any(isinstance(module, nn.BatchNorm2d) for module in ready.modules())
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_norm": "frozen"}, {"scale_norm": True, "example": pictures()}])
+@pytest.mark.parametrize("options", [{}, {"batch_norm": "frozen"}, {"scale_norm": True, "example": images()}])
 def test_the_input_model_is_left_untouched(options: dict) -> None:
     model = users_model().train()
     model.layer1.eval()
@@ -121,7 +121,7 @@ def test_a_frozen_copy_computes_what_the_model_computes_in_evaluation() -> None:
     model = users_model()
     ready, changes = models.make_private_ready(model, batch_norm="frozen")
     with torch.no_grad():
-        torch.testing.assert_close(ready.train()(pictures()), model.eval()(pictures()), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ready.train()(images()), model.eval()(images()), rtol=1e-4, atol=1e-5)
     assert not rows_mix(ready)
     assert all(not name.startswith("bn1") for name, _ in ready.named_parameters())
     assert any("FrozenAffine" in change.what for change in changes)
@@ -139,7 +139,7 @@ def test_in_place_activations_become_ordinary_ones() -> None:
 
 
 def test_scale_norm_stands_between_the_addition_and_the_last_activation() -> None:
-    ready, changes = models.make_private_ready(users_model(), scale_norm=True, example=pictures())
+    ready, changes = models.make_private_ready(users_model(), scale_norm=True, example=images())
     added = [change.module for change in changes if "ScaleNorm" in change.why]
     assert added == ["layer1.0.scale_norm1", "layer1.1.scale_norm1", "layer2.0.scale_norm1"]
     block, x = ready.layer2[0], torch.randn(2, 16, 8, 8)
@@ -163,10 +163,10 @@ def test_scale_norm_reaches_models_that_add_in_their_own_forward() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.add(self.conv(x), x).add(self.shift) + 1
 
-    ready, changes = models.make_private_ready(Adds(), scale_norm=True, example=pictures())
+    ready, changes = models.make_private_ready(Adds(), scale_norm=True, example=images())
     assert isinstance(ready, fx.GraphModule)
     assert [change.module for change in changes] == ["scale_norm1"]
-    y = ready(pictures()).detach()
+    y = ready(images()).detach()
     assert abs(y.mean().item() - 1) < 1e-3
     assert "unused.weight" in ready.state_dict()
 
@@ -181,13 +181,13 @@ def test_a_forward_that_cannot_be_traced_is_left_and_listed() -> None:
             return self.conv(x) + x if x.sum() > 0 else x
 
     model = nn.Sequential(Branching(), nn.Conv2d(3, 16, 3), BasicBlock(16, 16))
-    ready, changes = models.make_private_ready(model, scale_norm=True, example=pictures())
+    ready, changes = models.make_private_ready(model, scale_norm=True, example=images())
     assert isinstance(ready[0], Branching)
     left = next(change for change in changes if change.module == "0")
     assert left.what == "left as it is, without ScaleNorm"
     assert "can't be traced" in left.why
     with pytest.raises(ArgumentError, match="found no residual addition"):
-        models.make_private_ready(Branching(), scale_norm=True, example=pictures())
+        models.make_private_ready(Branching(), scale_norm=True, example=images())
 
 
 def test_a_norm_over_features_keeps_several_numbers_in_a_group() -> None:
@@ -216,7 +216,7 @@ def test_instance_norm_loses_its_running_statistics() -> None:
     ready, changes = models.make_private_ready(model)
     assert not list(ready.buffers())
     assert changes[0].what == "running statistics removed"
-    assert ready.eval()(pictures()).shape == (4, 2, 16, 16)
+    assert ready.eval()(images()).shape == (4, 2, 16, 16)
 
 
 def test_a_ready_model_has_no_changes() -> None:

@@ -88,7 +88,7 @@ def default_model(name: str, *, size: int | None = None, seed: int = 0) -> nn.Mo
     return models.create(name, num_classes=entry.num_classes, in_channels=entry.in_channels, seed=seed, **options)
 
 
-def pictures(name: str, *, rows: int, size: int) -> Tensor:
+def images(name: str, *, rows: int, size: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(rows, models.entry(name).in_channels, size, size, generator=generator)
 
@@ -114,7 +114,7 @@ def test_the_seed_papers_figure_counts_the_running_statistics_of_batch_norm() ->
 
 def check_passes(model: nn.Module, name: str, size: int) -> None:
     """Forward and backward: right shape, finite, every parameter reached; row 1 changes nothing in row 0."""
-    x = pictures(name, rows=2, size=size)
+    x = images(name, rows=2, size=size)
     y = model(x)
     assert tuple(y.shape) == expected_shape(name, 2, size)
     assert torch.isfinite(y).all()
@@ -261,12 +261,12 @@ def test_the_shoefit_network_fits_other_sizes(size: int | tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("name", ["resnet9", "scaleresnet9", "wrn16_4", "smoothnet", "scatter_linear", "scatter_cnn"])
-def test_small_pictures_of_eight_pixels_pass(name: str) -> None:
+def test_small_images_of_eight_pixels_pass(name: str) -> None:
     options = {"image_size": 8} if "image_size" in models.entry(name).options else {}
     assert models.create(name, in_channels=1, seed=0, **options)(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 
 
 def test_the_page_of_models_names_every_model_with_its_size() -> None:

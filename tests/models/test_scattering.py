@@ -14,7 +14,7 @@ from dpvision.models.scattering import ChannelConstants, Scattering, padded_size
 
 
 def waves(height: int, width: int) -> Tensor:
-    """A picture that needs no random generator: two crossed waves."""
+    """An image that needs no random generator: two crossed waves."""
     y, x = torch.meshgrid(torch.arange(height).double(), torch.arange(width).double(), indexing="ij")
     return (0.5 + 0.25 * torch.sin(0.9 * y + 0.4 * x) + 0.25 * torch.cos(0.3 * y * x / 7)).float()[None, None]
 
@@ -97,15 +97,15 @@ def test_colours_are_scattered_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 33])
-def test_the_features_of_a_picture_do_not_depend_on_how_many_come_with_it(rows: int) -> None:
-    scattering, pictures = Scattering((8, 12)), torch.rand(rows, 2, 8, 12)
-    features = scattering(pictures)
+def test_the_features_of_a_image_do_not_depend_on_how_many_come_with_it(rows: int) -> None:
+    scattering, images = Scattering((8, 12)), torch.rand(rows, 2, 8, 12)
+    features = scattering(images)
     assert features.shape == (rows, 162, 2, 3)
-    for picture, found in zip(pictures, features, strict=True):
-        assert torch.equal(scattering(picture[None])[0], found)
+    for image, found in zip(images, features, strict=True):
+        assert torch.equal(scattering(image[None])[0], found)
 
 
-def test_a_flat_picture_has_no_waves() -> None:
+def test_a_flat_image_has_no_waves() -> None:
     features = Scattering((32, 32))(torch.full((1, 1, 32, 32), 0.7))[0]
     # The blur keeps the level (up to kymatio's rounded π); Morlet wavelets have zero mean.
     torch.testing.assert_close(features[0], torch.full((8, 8), 0.7), rtol=1e-4, atol=0)
@@ -117,7 +117,7 @@ def test_moduli_scale_with_contrast_and_forget_its_sign() -> None:
     torch.testing.assert_close(scattering(-3 * x)[:, 1:], 3 * scattering(x)[:, 1:], atol=1e-5, rtol=1e-4)
 
 
-def test_turning_a_picture_by_a_right_angle_permutes_the_angles() -> None:
+def test_turning_a_image_by_a_right_angle_permutes_the_angles() -> None:
     # Without margins that differ: an inner blob far from the edges.
     y, x = torch.meshgrid(torch.arange(33) - 16.0, torch.arange(33) - 16.0, indexing="ij")
     blob = torch.exp(-(x**2 + 0.2 * y**2) / 20)[None, None]
@@ -144,8 +144,8 @@ def test_the_transform_runs_in_double_precision_under_vmap_and_with_a_gradient()
     assert torch.isfinite(grad).all()
 
 
-def test_a_picture_of_another_size_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="pictures must be"):
+def test_a_image_of_another_size_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="images must be"):
         Scattering((16, 16))(torch.rand(1, 1, 16, 17))
 
 
@@ -153,7 +153,7 @@ def test_padding_leaves_a_margin_on_both_sides() -> None:
     assert [padded_size(size, scales=2) for size in (28, 30, 32)] == [36, 36, 40]
 
 
-def test_channel_constants_standardise_public_pictures() -> None:
+def test_channel_constants_standardise_public_images() -> None:
     public = torch.rand(20, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     mean, std = models.channel_constants(Scattering((16, 16)), public)
     model = models.create(
@@ -180,7 +180,7 @@ def test_channel_constants_travel_with_the_weights() -> None:
     assert blank[1].std.tolist() == [2.0] * 81
 
 
-def test_constants_that_come_with_the_package_fit_coloured_pictures_only() -> None:
+def test_constants_that_come_with_the_package_fit_coloured_images_only() -> None:
     model = models.create("scatter_linear", standardise="constants", constants="cifar100", seed=0)
     assert isinstance(model[1], ChannelConstants)
     assert len(model[1].mean) == 3 * 81
@@ -193,10 +193,10 @@ def test_constants_that_come_with_the_package_fit_coloured_pictures_only() -> No
 
 def test_fine_features_are_those_of_the_smallest_scale_beside_the_others() -> None:
     options: dict[str, Any] = {"num_classes": 3, "in_channels": 2, "image_size": 8, "seed": 0, "groups": 1}
-    pictures = torch.rand(4, 2, 8, 8)
-    coarse = models.create("scatter_linear", **options)[:3](pictures)
-    joined = models.create("scatter_linear", fine=True, **options)[0](pictures)
-    fine = Scattering((8, 8), scales=1)(pictures)
+    images = torch.rand(4, 2, 8, 8)
+    coarse = models.create("scatter_linear", **options)[:3](images)
+    joined = models.create("scatter_linear", fine=True, **options)[0](images)
+    fine = Scattering((8, 8), scales=1)(images)
     assert fine.shape == (4, 2 * 9, 4, 4)
     centred = fine - fine.mean((2, 3), keepdim=True)
     expected = centred / (fine.var((2, 3), correction=0, keepdim=True) + 1e-5).sqrt()

@@ -70,7 +70,7 @@ def test_a_schedule_that_looks_at_a_metric_declares_it_public() -> None:
 
 
 def test_a_figure_of_ours_stands_in_the_results_with_its_n() -> None:
-    results = (ROOT / "docs" / "results.md").read_text()
+    results = (ROOT / "docs" / "evidence" / "results.md").read_text()
     claimed = [recipe for recipe in all_recipes() if recipe.ours != NOT_RUN and recipe.name != "demo"]
     assert len(claimed) >= 3
     for recipe in claimed:
@@ -107,7 +107,7 @@ def test_weights_of_another_recipe_are_those_of_its_first_run_at_the_same_scale(
 
 
 def test_every_name_in_the_docs_is_a_recipe() -> None:
-    text = (ROOT / "docs" / "recipes.md").read_text()
+    text = (ROOT / "docs" / "reference" / "recipes.md").read_text()
     quoted = re.findall(r"`((?:mnist|fashion|cifar10|cifar100|imagenette|tiny|imagenet)-[a-z0-9._-]+)`", text)
     named_in_commands = re.findall(r"--recipe ([a-z0-9._-]+)", text)
     assert len(quoted) > 15

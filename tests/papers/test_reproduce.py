@@ -63,7 +63,7 @@ def test_every_table_exists_and_its_rows_are_recipes(name: str) -> None:
 
 
 def test_the_docs_name_every_table() -> None:
-    page = Path(__file__).resolve().parents[2] / "docs" / "reproduce.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "evidence" / "reproduce.md"
     rows = [line for line in page.read_text().splitlines() if line.startswith("| `")]
     assert {name for row in rows for name in re.findall(r"`([^`]+)`", row)} == {table.name for table in all_tables()}
 

@@ -344,6 +344,6 @@ def test_a_style_that_does_not_exist_is_refused() -> None:
 
 
 def test_the_example_of_the_page_on_clipping_runs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "clipping.md"
+    page = Path(__file__).parents[2] / "docs" / "concepts" / "clipping.md"
     example = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     exec(compile(example, str(page), "exec"), {"__name__": "clipping_page"})  # noqa: S102

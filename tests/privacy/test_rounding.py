@@ -61,13 +61,13 @@ def test_the_terminal_never_shows_less_than_was_computed(steps: int) -> None:
 
 
 def test_the_title_of_a_plan_is_rounded_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpvision.accounting import budget_chart
+    from dpvision.cli import plan_chart
 
     rows = list(
         plan(num_units=1000, target_epsilon=3.00004, delta=1e-4, expected_batch_sizes=[100.0], epochs=(), steps=[50])
     )
     said: list[str] = []
-    monkeypatch.setattr(budget_chart.Figure, "suptitle", lambda _, text: said.append(text))
-    budget_chart.draw_plan(rows, tmp_path / "plan.png")
+    monkeypatch.setattr(plan_chart.Figure, "suptitle", lambda _, text: said.append(text))
+    plan_chart.draw_plan(rows, tmp_path / "plan.png")
     spent = max(row.guarantee.epsilon for row in rows)
     assert float(re.findall(r"epsilon ≤ (\S+),", said[0])[0]) >= spent

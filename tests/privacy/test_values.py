@@ -6,27 +6,10 @@ import pytest
 import torch
 
 from dpvision.errors import ArgumentError, PrivacyError
-from dpvision.privacy.mechanism import Event, Mechanism, OrdinarySampling
-from dpvision.privacy.values import ClippedSum, Microbatch, PrivateGrad, Sampling, charge_for
+from dpvision.privacy.mechanism import Mechanism, OrdinarySampling
+from dpvision.privacy.values import ClippedSum, Microbatch, PrivateGrad
 
 MECHANISM = Mechanism(num_units=100, expected_batch_size=10.5, clip_norm=0.3, noise_multiplier=1.7, steps=5)
-
-
-def test_a_poisson_draw_at_the_mechanisms_rate_costs_its_step_event() -> None:
-    event = charge_for(Sampling("poisson", 0.105), MECHANISM)
-    assert event == Event(sample_rate=0.105, noise_multiplier=1.7)
-
-
-@pytest.mark.parametrize("method", ["fixed size", "shuffled", "by hand", ""])
-def test_a_foreign_sampler_is_refused_with_a_reason(method: str) -> None:
-    with pytest.raises(PrivacyError, match="must be poisson"):
-        charge_for(Sampling(method, 0.105), MECHANISM)
-
-
-@pytest.mark.parametrize("rate", [0.105 * 1.15, 0.1, 0.11])
-def test_a_draw_at_another_rate_is_refused(rate: float) -> None:
-    with pytest.raises(PrivacyError, match="sample_rate"):
-        charge_for(Sampling("poisson", rate), MECHANISM)
 
 
 def test_nobody_but_privatize_makes_a_private_gradient() -> None:

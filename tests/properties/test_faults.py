@@ -1,6 +1,6 @@
 """A disk that fails, a clock that jumps, a second process: one clear line, and a run that can go on or says why not.
 
-docs/faults.md has the table; tests of single files are in test_run_folder.py and test_ledger.py.
+docs/concepts/faults.md has the table; tests of single files are in test_run_folder.py and test_ledger.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import dpvision.training.trainer as loop_module
+import dpvision.privacy.private_step as step_module
 from dpvision.cli import app
 from dpvision.errors import DPVisionError
 from dpvision.privacy.ledger import Ledger
@@ -80,14 +80,14 @@ class Drawn:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: set[bytes] = set()
-        real = loop_module.privatize
+        real = step_module.privatize
 
         def noted(*arguments: Any, **options: Any) -> Any:
             noisy = real(*arguments, **options)
             self.seen.add(b"".join(value.numpy().tobytes() for value in noisy.gradients.values()))
             return noisy
 
-        monkeypatch.setattr(loop_module, "privatize", noted)
+        monkeypatch.setattr(step_module, "privatize", noted)
 
 
 @pytest.fixture(autouse=True)

@@ -19,11 +19,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save
 
-import dpvision.data.images as pictures
+import dpvision.data.images as images
 from dpvision.cli import main
 from dpvision.cli.run_settings import build_config
 from dpvision.config import parse_config
-from dpvision.data import LoadOptions, load, load_pictures
+from dpvision.data import LoadOptions, load, load_images
 from dpvision.data.cifar import MAX_MEMBERS, open_files
 from dpvision.data.features import Features, kept_features
 from dpvision.data.pickled import read_plain_pickle
@@ -67,7 +67,7 @@ def command(*arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return ended.value.code, captured.out + captured.err
 
 
-def test_a_pipe_among_the_pictures_is_named_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_among_the_images_is_named_and_not_waited_for(tmp_path: Path) -> None:
     png(tmp_path / "a" / "1.png")
     png(tmp_path / "b" / "1.png")
     os.mkfifo(tmp_path / "b" / "2.png")
@@ -80,7 +80,7 @@ def test_a_pipe_among_the_pictures_is_named_and_not_waited_for(tmp_path: Path) -
 def test_a_pipe_as_a_source_is_refused_at_once(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(DataError, match=r"pipe or a device|can't be read"):
-        load_pictures([tmp_path / name], image_shape=(1, 8, 8)) if name == "x.png" else load(tmp_path / name)
+        load_images([tmp_path / name], image_shape=(1, 8, 8)) if name == "x.png" else load(tmp_path / name)
 
 
 def test_pipes_as_weights_owners_and_configuration_are_refused_at_once(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_path_that_the_system_refuses_is_one_line(source: str) -> None:
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
     with pytest.raises(DataError):
-        load_pictures([source], image_shape=(1, 8, 8))
+        load_images([source], image_shape=(1, 8, 8))
 
 
 def test_what_is_larger_than_the_machine_is_refused_before_it_is_tried() -> None:
@@ -113,18 +113,18 @@ def test_what_is_larger_than_the_machine_is_refused_before_it_is_tried() -> None
         create("linear", image_size=1_000_000)
 
 
-def test_large_pictures_are_decoded_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_images_are_decoded_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = png(tmp_path / "a.png")
-    monkeypatch.setattr(pictures, "LARGE_PIXELS", 10)
-    with pictures.opened(path):
-        assert pictures._ONE_LARGE.locked()  # pyright: ignore[reportPrivateUsage]
-    assert not pictures._ONE_LARGE.locked()  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(images, "LARGE_PIXELS", 10)
+    with images.opened(path):
+        assert images._ONE_LARGE.locked()  # pyright: ignore[reportPrivateUsage]
+    assert not images._ONE_LARGE.locked()  # pyright: ignore[reportPrivateUsage]
 
 
 def test_sixteen_bits_become_eight_over_the_whole_range(tmp_path: Path) -> None:
     values = np.array([[0, 255, 256, 32767, 32768, 65535]], np.uint16)
     Image.fromarray(values).save(tmp_path / "deep.png")
-    images, _, _ = load_pictures([tmp_path / "deep.png"], image_shape=(1, 1, 6))
+    images, _, _ = load_images([tmp_path / "deep.png"], image_shape=(1, 1, 6))
     assert images.flatten().tolist() == [round(int(value) * 255 / 65535) for value in values[0]]
 
 
@@ -245,8 +245,8 @@ def test_a_pickle_in_disguise_is_not_executed(tmp_path: Path) -> None:
         with pytest.raises(DataError):
             read_weights(tmp_path / name)
     (tmp_path / "x.png").write_bytes(program)
-    with pytest.raises(DataError, match="not a picture"):
-        load_pictures([tmp_path / "x.png"], image_shape=(1, 8, 8))
+    with pytest.raises(DataError, match="not an image"):
+        load_images([tmp_path / "x.png"], image_shape=(1, 8, 8))
     assert not canary.exists()
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dpvision.privacy.budget import Budget
 from dpvision.privacy.ledger import Ledger
+from dpvision.privacy.private_step import Budget
 from tools.kill_runs import experiment
 
 

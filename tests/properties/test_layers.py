@@ -14,11 +14,13 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "dpvision"
 LAYERS = (
     ("errors",),
     ("storage.files", "privacy.mechanism", "privacy.randomness"),
+    ("privacy.sampling",),
     ("privacy.values", "accounting", "kernels"),
     ("config",),
     ("models",),
     ("data", "privacy.clipping", "privacy.noise", "privacy.ledger", "privacy.schedules"),
-    ("gradients", "privacy", "storage"),
+    ("gradients", "privacy.optimizer", "storage"),
+    ("privacy",),
     ("release", "inference"),
     ("training",),
     ("inference.load",),  # a released model is rebuilt with the functions that trained it

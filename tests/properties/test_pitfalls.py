@@ -1,4 +1,4 @@
-"""docs/pitfalls.md has a row, a rule and tests that exist for every known mistake."""
+"""docs/concepts/pitfalls.md has a row, a rule and tests that exist for every known mistake."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-ROWS = [line for line in (TESTS.parent / "docs" / "pitfalls.md").read_text().splitlines() if re.match(r"\| \d+ ", line)]
-_NAMED = re.compile(r"\[test_\w+\.py\]\(\.\./tests/(\w+/test_\w+\.py)\): ((?:`test_\w+`(?:, )?)+)")
+ROWS = [
+    line
+    for line in (TESTS.parent / "docs" / "concepts" / "pitfalls.md").read_text().splitlines()
+    if re.match(r"\| \d+ ", line)
+]
+_NAMED = re.compile(r"\[test_\w+\.py\]\(\.\./\.\./tests/(\w+/test_\w+\.py)\): ((?:`test_\w+`(?:, )?)+)")
 
 
 def named_tests(row: str) -> list[tuple[str, str]]:

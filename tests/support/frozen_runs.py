@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+import dpvision.privacy.private_step as step_module
 import dpvision.training.run_fingerprint as binding_module
-import dpvision.training.trainer as loop_module
 from dpvision.privacy import values
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.randomness import Keys
@@ -54,7 +54,7 @@ class Replay:
         self.sums.append({name: value.clone() for name, value in clipped.gradients.items()})
         generator = torch.Generator().manual_seed(step)
         frozen = {name: torch.randn(value.shape, generator=generator) for name, value in clipped.gradients.items()}
-        return PrivateGrad(frozen, step, proof=values._MADE_BY_PRIVATIZE)
+        return PrivateGrad(frozen, step, proof=values.PROOF_OF_NOISE)
 
 
 def run_frozen(
@@ -62,7 +62,7 @@ def run_frozen(
 ) -> tuple[Replay, Recorder, Path]:
     """A run with fixed keys (not bound to the data, so that neighbours share them) and a frozen noisy output."""
     replay, recorder = Replay(), Recorder()
-    monkeypatch.setattr(loop_module, "privatize", replay.privatize)
+    monkeypatch.setattr(step_module, "privatize", replay.privatize)
     bound: Callable[..., dict[str, str]] = binding_module.current_binding
 
     def without_data(**facts: str) -> dict[str, str]:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpvision.privacy.values import Microbatch, Sampling
+from dpvision.privacy.sampling import Sampling
+from dpvision.privacy.values import Microbatch
 
 
 def wavy_loss(outputs: Tensor, targets: Tensor) -> Tensor:

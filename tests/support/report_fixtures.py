@@ -8,6 +8,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from dpvision.release.statements import SHOWN_PICTURES
+from dpvision.storage.run_folder import EXAMPLES, Example, examples_bytes
+
 MNIST_ACCURACIES = (0.9918, 0.9938, 0.9797, 0.9832, 0.9817, 0.9776, 0.9854, 0.9747, 0.9754, 0.9693)
 MNIST_COUNTS = (980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009)
 
@@ -142,3 +147,59 @@ def write_run(folder: Path, **files: dict[str, Any] | None) -> Path:
         if values is not None:
             (release / f"{name}.json").write_text(json.dumps(values, indent=2))
     return folder
+
+
+PATIENTS = {"p1": 0.81, "p2": 0.43, "p3": 0.9}
+
+
+def example(**changes: Any) -> Example:
+    """An image of 16 × 20 pixels with a square as its truth, and a prediction that is two pixels off."""
+    truth = np.zeros((16, 20), dtype=np.uint8)
+    truth[4:12, 4:12] = 1
+    values = {
+        "rank": "best",
+        "dice": 0.91,
+        "owner": "p1",
+        "image_CHW": np.full((1, 16, 20), 90, dtype=np.uint8),
+        "truth_HW": truth,
+        "predicted_HW": np.roll(truth, 2, axis=1),
+    }
+    return Example(**{**values, **changes})
+
+
+def mask_metrics(**changes: Any) -> dict[str, Any]:
+    """Metrics as training writes them for segmentation."""
+    final = {
+        "task": "segmentation",
+        "dice": 0.7123,
+        "iou": 0.6011,
+        "dice_per_patient": 0.7133,
+        "iou_per_patient": 0.6022,
+        "per_class": {"foreground": {"dice": 0.7123, "iou": 0.6011, "dice_per_patient": 0.7133}},
+        "per_patient": PATIENTS,
+        "pixel_accuracy": 0.94,
+        "baseline_dice": 0.5312,
+        "baseline_dice_per_patient": 0.5434,
+        "loss": 0.9,
+        "count": 123,
+        "evaluated_on": "liver test, declared public",
+        "weights": "averaged",
+    }
+    curve = [{"step": 10 * n, "epsilon": 0.7 * n, "dice": 0.1 + 0.15 * n, "loss": 1.0} for n in range(1, 5)]
+    return {"task": "segmentation", "curve": curve, "final": final | changes}
+
+
+def mask_certificate(*, public: bool = True, unit: str = "patient", **changes: Any) -> dict[str, Any]:
+    """The certificate of a segmentation run; ``public`` test images may be shown."""
+    declared = [{"what": SHOWN_PICTURES, "how": "named by the user"}] if public else []
+    mechanism = certificate()["mechanism"] | {"privacy_unit": unit}
+    return certificate(privacy_unit=unit, declared=declared, mechanism=mechanism) | changes
+
+
+def write_mask_run(folder: Path, *, examples: list[Example] | None = None, **files: Any) -> Path:
+    """The folder of a segmentation run, with stored examples where some are given."""
+    usual = {"certificate": mask_certificate(), "metrics": mask_metrics(), "config": config(task="segmentation")}
+    run = write_run(folder, **(usual | files))
+    if examples is not None:
+        (run / "release" / EXAMPLES).write_bytes(examples_bytes(examples))
+    return run

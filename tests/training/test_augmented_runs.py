@@ -137,7 +137,7 @@ def test_the_plan_is_settled_on_as_many_rows_as_a_unit_has(
 def test_equal_views_are_refused_before_anything_is_written(tmp_path: Path, pictures: Path) -> None:
     config = tiny_config(pictures)
     config = config.model_copy(update={"views": config.views.model_copy(update={"count": 4})})
-    with pytest.raises(ArgumentError, match="4 views of a picture would be equal"):
+    with pytest.raises(ArgumentError, match="4 views of an image would be equal"):
         train(config, run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -131,8 +131,8 @@ def test_the_style_reaches_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         asked.append(clipping)
         return clipped_sum_of_batch(*arguments, clipping=clipping, **others)
 
-    monkeypatch.setattr("dpvision.training.trainer.privatize", watched)
-    monkeypatch.setattr("dpvision.training.trainer.clipped_sum_of_batch", watched_sum)
+    monkeypatch.setattr("dpvision.privacy.private_step.privatize", watched)
+    monkeypatch.setattr("dpvision.privacy.private_step.clipped_sum_of_batch", watched_sum)
     pictures = write_images(tmp_path / "pictures.npz")
     for clipping in CLIPPINGS:
         privacy = {"clipping": clipping, "clip_norm": 1e3, "expected_batch_size": 60.0, "steps": 1}

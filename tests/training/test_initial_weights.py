@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import dpvision.privacy.private_step as step_module
 import dpvision.training.trainer as loop_module
 from dpvision import models
 from dpvision.config import RunConfig, parse_config
@@ -299,13 +300,13 @@ class Recorded(RunCallback):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.noisy: dict[int, set[str]] = {}
-        original = loop_module.privatize
+        original = step_module.privatize
 
         def watched(clipped: Any, *arguments: Any, step: int) -> Any:
             self.noisy[step] = set(clipped.gradients)
             return original(clipped, *arguments, step=step)
 
-        monkeypatch.setattr(loop_module, "privatize", watched)
+        monkeypatch.setattr(step_module, "privatize", watched)
 
 
 def test_a_private_head_on_public_weights(

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-import dpvision.training.trainer as loop_module
+import dpvision.privacy.private_step as step_module
 from dpvision.accounting import mechanism_guarantee
 from dpvision.data import load
 from dpvision.errors import ArgumentError, DPVisionError, PrivacyError
 from dpvision.inference import evaluate
 from dpvision.inference.load import load_model
-from dpvision.privacy.budget import BudgetSpent
 from dpvision.privacy.ledger import charges_of, read_ledger
 from dpvision.privacy.mechanism import Mechanism
+from dpvision.privacy.private_step import BudgetSpent
 from dpvision.privacy.randomness import Keys
-from dpvision.release.report_page import write_report
+from dpvision.release.report import write_report
 from dpvision.release.verify import verify
 from dpvision.storage.run_folder import RunFolder
 from dpvision.training import resume_training, train
@@ -65,14 +65,14 @@ def test_two_runs_from_os_entropy_share_no_noise(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noise: list[torch.Tensor] = []
-    original = loop_module.privatize
+    original = step_module.privatize
 
     def watched(clipped: Any, mechanism: Any, keys: Any, *, step: int) -> Any:
         zeros = type(clipped)({n: torch.zeros_like(g) for n, g in clipped.gradients.items()}, clipped.clip_norm)
         noise.append(torch.cat([g.flatten() for g in original(zeros, mechanism, keys, step=step).gradients.values()]))
         return original(clipped, mechanism, keys, step=step)
 
-    monkeypatch.setattr(loop_module, "privatize", watched)
+    monkeypatch.setattr(step_module, "privatize", watched)
     for name in ("a", "b"):
         train(tiny_config(pictures), run=tmp_path / name)
     draws = torch.stack(noise)
@@ -111,13 +111,13 @@ def test_an_interrupted_run_equals_an_uninterrupted_run(tmp_path: Path, pictures
 def test_the_charge_is_on_disk_before_the_noise_is_drawn(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, seen = loop_module.privatize, []
+    original, seen = step_module.privatize, []
 
     def watched(*arguments: Any, step: int) -> Any:
         seen.append((step, training_charges(tmp_path / "run")))
         return original(*arguments, step=step)
 
-    monkeypatch.setattr(loop_module, "privatize", watched)
+    monkeypatch.setattr(step_module, "privatize", watched)
     train(tiny_config(pictures), run=tmp_path / "run")
     assert seen == [(step, step + 1) for step in range(12)]
 
@@ -325,7 +325,7 @@ def test_a_changed_picture_gives_other_noise_and_is_charged_again(tmp_path: Path
 def test_a_fork_shares_no_noise_with_the_run_it_left(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, noise = loop_module.privatize, {}
+    original, noise = step_module.privatize, {}
 
     def watched(clipped: Any, mechanism: Any, keys: Any, *, step: int) -> Any:
         sums = dict(clipped.gradients)
@@ -335,7 +335,7 @@ def test_a_fork_shares_no_noise_with_the_run_it_left(
         noise.setdefault(step, []).append((private.gradients[name] - exact).double())
         return private
 
-    monkeypatch.setattr(loop_module, "privatize", watched)
+    monkeypatch.setattr(step_module, "privatize", watched)
     interrupt_run(tmp_path / "run", tiny_config(pictures), after=7)
     write_images(pictures, extra=synthetic_images(1)[0][0])
     resume_training(tmp_path / "run", allow_fork=True)

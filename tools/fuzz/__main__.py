@@ -36,7 +36,7 @@ from tools.fuzz.seeds import Seeds, make_seeds
 
 Target = Callable[[Random, Seeds, Path], Case]
 TARGETS: dict[str, tuple[Target, int]] = {
-    "picture": (readers.picture, 30),
+    "image": (readers.image, 30),
     "folder": (readers.folder, 8),
     "idx": (readers.idx, 14),
     "cifar": (readers.cifar, 10),

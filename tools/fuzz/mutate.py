@@ -23,7 +23,7 @@ DISGUISES = (
     PICKLE,
     SYSTEM_PICKLE,
     b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>",
-    b"<!DOCTYPE html><html><body>not a picture</body></html>",
+    b"<!DOCTYPE html><html><body>not an image</body></html>",
     b"%PDF-1.7\n",
     b"GIF89a\xff\xff\xff\xff\x00\x00\x00;",
     b"PK\x05\x06" + bytes(18),

@@ -1,4 +1,4 @@
-"""Cases for everything that reads pictures, arrays and weights."""
+"""Cases for everything that reads images, arrays and weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from random import Random
 
 import numpy as np
 
-from dpvision.data import LoadOptions, load, load_one, load_pictures
+from dpvision.data import LoadOptions, load, load_images, load_one
 from dpvision.data.features import Features, kept_features
 from dpvision.data.nifti import read_volume
 from dpvision.data.pickled import read_plain_pickle
@@ -33,15 +33,15 @@ Case = Callable[[], object]
 _OFFLINE = LoadOptions(download=False)
 
 
-def picture(rng: Random, seeds: Seeds, box: Path) -> Case:
-    """One spoiled picture, read by itself."""
-    name = rng.choice(sorted(seeds.pictures))
-    data = seeds.pictures[name]
+def image(rng: Random, seeds: Seeds, box: Path) -> Case:
+    """One spoiled image, read by itself."""
+    name = rng.choice(sorted(seeds.images))
+    data = seeds.images[name]
     shaped = name.endswith(".png") and data.startswith(b"\x89PNG") and rng.random() < 0.6
     path = box / name
     path.write_bytes(spoiled_png(rng, data) if shaped else spoiled_bytes(rng, data))
     channels = rng.choice((1, 3))
-    return lambda: load_pictures([path], image_shape=(channels, 8, 8), squash=rng.random() < 0.5)
+    return lambda: load_images([path], image_shape=(channels, 8, 8), squash=rng.random() < 0.5)
 
 
 def folder(rng: Random, seeds: Seeds, box: Path) -> Case:
@@ -51,7 +51,7 @@ def folder(rng: Random, seeds: Seeds, box: Path) -> Case:
         place = root / _file_name(rng, f"class{label}")
         place.mkdir(parents=True, exist_ok=True)
         for number in range(rng.randint(0, 2)):
-            name, data = rng.choice(sorted(seeds.pictures.items()))
+            name, data = rng.choice(sorted(seeds.images.items()))
             whole = data if rng.random() < 0.8 else spoiled_bytes(rng, data)
             (place / _file_name(rng, f"{number}-{name}")).write_bytes(whole)
         _add_trap(rng, place, box)
@@ -284,11 +284,11 @@ def _spoiled_volume(rng: Random, seeds: Seeds, place: Path) -> Path:
 
 
 def pairs(rng: Random, seeds: Seeds, box: Path) -> Case:
-    """Pictures or volumes with masks of the same names, some spoiled."""
+    """Images or volumes with masks of the same names, some spoiled."""
     for place in ("images", "masks"):
         (box / place).mkdir()
         for number in range(2):
-            data = seeds.pictures["grey.png"]
+            data = seeds.images["grey.png"]
             whole = data if rng.random() < 0.7 else rng.choice((spoiled_png, spoiled_bytes))(rng, data)
             (box / place / f"{number}.png").write_bytes(whole)
         if rng.random() < 0.3:

@@ -19,7 +19,7 @@ from dpvision.cli.run_settings import build_config
 from dpvision.config import parse_config
 from dpvision.inference.load import load_model
 from dpvision.privacy.ledger import read_ledger
-from dpvision.release.report_page import write_report
+from dpvision.release.report import write_report
 from dpvision.release.schema import parse_certificate
 from dpvision.release.verify import verify
 from dpvision.training import resume_training
@@ -314,20 +314,20 @@ def training(rng: Random, seeds: Seeds, box: Path) -> Case:
 
 
 def commands(rng: Random, seeds: Seeds, box: Path) -> Case:
-    """The commands that read run folders, on one that was changed, with pictures that were changed."""
+    """The commands that read run folders, on one that was changed, with images that were changed."""
     run = box / "run"
     shutil.copytree(seeds.run, run)
     _spoil_run(rng, run, box)
-    name, data = rng.choice(sorted(seeds.pictures.items()))
-    picture = box / f"\x1b[31m{name}"
-    picture.write_bytes(data if rng.random() < 0.5 else spoiled_bytes(rng, data))
+    name, data = rng.choice(sorted(seeds.images.items()))
+    image = box / f"\x1b[31m{name}"
+    image.write_bytes(data if rng.random() < 0.5 else spoiled_bytes(rng, data))
     json_flag = rng.choice(((), ("--json",)))
     values = rng.choice(
         (
             ["verify", str(run)],
             ["verify", str(run / "release" / "certificate.json")],
             ["report", str(run)],
-            ["predict", str(run), str(picture)],
+            ["predict", str(run), str(image)],
             ["evaluate", str(run), "--test", str(seeds.data)],
             ["evaluate", str(run)],
             ["resume", str(run)],

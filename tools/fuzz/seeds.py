@@ -28,7 +28,7 @@ ROWS, SIDE = 12, 8
 class Seeds:
     """Bytes by kind, the configuration of a run as plain values, and the folder of that run."""
 
-    pictures: Mapping[str, bytes]
+    images: Mapping[str, bytes]
     idx: Mapping[str, bytes]
     cifar: Mapping[str, bytes]
     pickled: bytes
@@ -54,7 +54,7 @@ def make_seeds(folder: Path) -> Seeds:
     batch = {b"data": generator.integers(0, 256, (4, 3072), dtype=np.uint8), b"labels": [0, 1, 2, 3]}
     pickled = pickle.dumps(batch, protocol=2)
     return Seeds(
-        pictures=_pictures(),
+        images=_images(),
         idx=_idx(images, labels),
         cifar=_cifar(generator, pickled),
         pickled=pickled,
@@ -81,7 +81,7 @@ def _config(source: Path) -> dict[str, Any]:
     }
 
 
-def _pictures() -> dict[str, bytes]:
+def _images() -> dict[str, bytes]:
     generator = np.random.default_rng(1)
     colour = Image.fromarray(generator.integers(0, 256, (9, 11, 3), dtype=np.uint8))
     grey = colour.convert("L")
@@ -110,9 +110,9 @@ def _pictures() -> dict[str, bytes]:
     }
 
 
-def _encoded(picture: Image.Image, kind: str, **options: Any) -> bytes:
+def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     held = io.BytesIO()
-    picture.save(held, kind, **options)
+    image.save(held, kind, **options)
     return held.getvalue()
 
 

@@ -69,8 +69,8 @@ CLIPPING = (
     ),
     *mutations(
         "training/test_clipping_runs",
-        "training/trainer.py",
-        ("a run clips in another style", "            clipping=mechanism.clipping,\n", ""),
+        "privacy/private_step.py",
+        ("a run clips in another style", "        clipping=mechanism.clipping,\n", ""),
     ),
     *mutations(
         "training/test_clipping_runs",

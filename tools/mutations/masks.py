@@ -130,17 +130,17 @@ MASKS = (
         ),
     ),
     *mutations(
-        "release/test_report_masks",
+        "training/test_shown_examples",
         "training/trainer.py",
         ("pictures that nobody called public are shown", " and config.data.test is not None", ""),
         ("held-out pictures are shown", " or session.splits.held_out", ""),
     ),
     *mutations(
-        "release/test_report_masks",
-        "release/report_facts.py",
+        "release/test_report",
+        "release/run_facts.py",
         (
             "undeclared pictures are shown",
-            "_examples(run) if pictures_are_public(checked) else ()",
+            "_examples(run) if images_are_public(checked) else ()",
             "_examples(run)",
         ),
     ),

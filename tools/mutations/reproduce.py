@@ -59,7 +59,7 @@ REPRODUCE = (
         ("a void row looks free", 'return "void" if together["void"] else', 'return "0" if together["void"] else'),
     ),
     *mutations(
-        "accounting/test_budget_chart accounting/test_budget_plan",
+        "cli/test_plan_chart accounting/test_budget_plan",
         "cli/plan_command.py",
         (
             "the search's cost is rounded to the nearest",

@@ -141,20 +141,24 @@ OPTIMIZERS = (
 )
 DATA = (
     *mutations(
-        "data/test_batches",
-        "data/batches.py",
-        ("rate x 1.02", "joins(words, self._sampling.sample_rate)", "joins(words, self._sampling.sample_rate * 1.02)"),
-        (
-            "rate read off the data",
-            'Sampling("poisson", mechanism.sample_rate)',
-            'Sampling("poisson", mechanism.expected_batch_size / max(1, store.num_units))',
-        ),
+        "privacy/test_sampling",
+        "privacy/sampling.py",
+        ("rate x 1.02", "bernoulli(words, self.sample_rate)", "bernoulli(words, self.sample_rate * 1.02)"),
         (
             "batches of a fixed size",
-            "np.flatnonzero(joins(words, self._sampling.sample_rate))",
-            "np.sort(np.argsort(words)[: round(self._sampling.sample_rate * self._num_units)])",
+            "np.flatnonzero(bernoulli(words, self.sample_rate))",
+            "np.sort(np.argsort(words)[: round(self.sample_rate * self.num_units)])",
         ),
-        ("every step draws the same", 'self._num_units, "sampling", step)', 'self._num_units, "sampling")'),
+        ("every step draws the same", 'self.num_units, "sampling", step)', 'self.num_units, "sampling")'),
+    ),
+    *mutations(
+        "data/test_batches",
+        "data/batches.py",
+        (
+            "rate read off the data",
+            "sample_rate=mechanism.sample_rate, keys",
+            "sample_rate=mechanism.expected_batch_size / max(1, store.num_units), keys",
+        ),
         ("rows of a unit are summed", "(there_UR / count_U).astype(np.float32)", "there_UR.astype(np.float32)"),
         ("padding shows somebody's picture", "    if len(absent):", "    if False:"),
     ),
@@ -172,11 +176,11 @@ DATA = (
     ),
     *mutations(
         "data/test_store",
-        "data/batches.py",
+        "privacy/sampling.py",
         (
             "the hold-out depends on the number of units",
-            "joins(np.array(words, dtype=np.uint64), fraction)",
-            "np.arange(store.num_units) < fraction * store.num_units",
+            "bernoulli(np.array(words, dtype=np.uint64), fraction)",
+            "np.arange(len(words)) < fraction * len(words)",
         ),
     ),
 )

@@ -7,18 +7,18 @@ from tools.mutations.mutation import mutations
 TRAINING = (
     *mutations(
         "training/test_trainer properties/test_replay",
+        "privacy/private_step.py",
+        ("noise before the charge", "    budget.charge(batch.sampling, step=step)\n", ""),
+    ),
+    *mutations(
+        "training/test_trainer properties/test_replay",
         "training/trainer.py",
-        (
-            "noise before the charge",
-            "        session.budget.charge(charge_for(batch.sampling, mechanism), step=session.step, fork=session.fork)\n",
-            "",
-        ),
         ("a step is not counted", "    session.step += 1\n", "    session.step += 2\n"),
         ("random layers are not replayed", '        torch.manual_seed(session.keys.seed("views", session.step))\n', ""),
     ),
     *mutations(
         "training/test_trainer",
-        "privacy/budget.py",
+        "privacy/private_step.py",
         ("the wall has a gap", "self.spent >= self.planned", "self.spent > self.planned"),
         ("there is no wall", "self.spent >= self.planned", "False"),
     ),
@@ -58,11 +58,15 @@ TRAINING = (
         ("changed data goes on unasked", "    if grave and not allow_fork:", "    if False:"),
     ),
     *mutations(
-        "privacy/test_values",
-        "privacy/values.py",
+        "privacy/test_private_step",
+        "privacy/private_step.py",
         ("any sampler passes", '    if sampling.method != "poisson":', "    if False:"),
         ("any rate passes", "    if sampling.sample_rate != mechanism.sample_rate:", "    if False:"),
-        ("anybody makes a private gradient", "        if proof is not _MADE_BY_PRIVATIZE:", "        if False:"),
+    ),
+    *mutations(
+        "privacy/test_values",
+        "privacy/values.py",
+        ("anybody makes a private gradient", "        if proof is not PROOF_OF_NOISE:", "        if False:"),
     ),
     *mutations(
         "training/test_trainer",

@@ -10,7 +10,7 @@ TRANSFER = (
         "data/features.py",
         (
             "padding rows carry the first picture's features",
-            "        inputs, targets = blank_absent(inputs, targets, pictures)\n",
+            "        inputs, targets = blank_absent(inputs, targets, images)\n",
             "",
         ),
         (
@@ -18,7 +18,7 @@ TRANSFER = (
             "row_weights(rows_UR, self.ways)",
             "row_weights(rows_UR, self.ways) * self.ways",
         ),
-        ("the mirror image is the picture", "of_picture * self.ways + torch", "of_picture * self.ways + 0 * torch"),
+        ("the mirror image is the picture", "of_image * self.ways + torch", "of_image * self.ways + 0 * torch"),
         ("half precision overflows", "            if dtype == torch.float16:\n", "            if False:\n"),
         ("damaged features are taken", 'path.name == f"{key}-{found.digest}.npy"', "found.ways"),
         ("others may list the features", "exist_ok=True, mode=0o700)", "exist_ok=True)"),

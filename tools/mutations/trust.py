@@ -274,8 +274,8 @@ TRUST: tuple[Mutation, ...] = (
         ),
     ),
     *mutations(
-        "data/test_batches",
-        "data/batches.py",
+        "privacy/test_sampling",
+        "privacy/sampling.py",
         (
             "a counted number is called declared",
             'origin = "was counted with noise" if counted else "is declared"',

@@ -1,4 +1,4 @@
-"""Breakages of the views of pictures and of the words they are made from."""
+"""Breakages of the views of images and of the words they are made from."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ VIEWS = (
         "data/test_augmentation",
         "data/augmentation.py",
         (
-            "rotated views are another picture's",
-            "rotate(pictures_NCHW[source_B], angle_B",
-            "rotate(pictures_NCHW[source_B.flip(0)], angle_B",
+            "rotated views are another image's",
+            "rotate(images_NCHW[source_B], angle_B",
+            "rotate(images_NCHW[source_B.flip(0)], angle_B",
         ),
-        ("views of one picture are not together", ".repeat_interleave(settings.count)\n", ".repeat(settings.count)\n"),
+        ("views of one image are not together", ".repeat_interleave(settings.count)\n", ".repeat(settings.count)\n"),
     ),
     *mutations(
         "data/test_augmentation",
@@ -21,8 +21,8 @@ VIEWS = (
         ("every step makes the same views", '"augmentation", step).reshape', '"augmentation").reshape'),
         (
             "views depend on who else was drawn",
-            "self._keys.bits_by_unit(units, ",
-            "self._keys.bits_by_unit(np.arange(len(units)), ",
+            "keys.bits_by_unit(units, ",
+            "keys.bits_by_unit(np.arange(len(units)), ",
         ),
         (
             "views are summed instead of averaged",
@@ -30,7 +30,7 @@ VIEWS = (
             "    count_U = np.maximum((rows_UR != NO_ROW).sum(axis=1, keepdims=True), 1)\n    there_UR = np.repeat(rows_UR != NO_ROW, views, axis=1)\n",
         ),
         (
-            "padding keeps pictures",
+            "padding keeps images",
             "blank_absent(inputs, targets, np.repeat(rows, self.views.count))",
             "blank_absent(inputs, targets, rows)",
         ),

@@ -1,4 +1,9 @@
-"""From a mechanism to a guarantee, and back: epsilon, calibration, planning. Imports without torch."""
+"""Privacy accounting: epsilon of a mechanism, calibration to a target, planning, and what an epsilon means.
+
+Nothing here imports torch. ``epsilon`` turns charges into a guarantee with the accountants in ``pld`` and ``rdp``;
+``calibrate`` and ``budget_plan`` go the other way; ``groups`` and ``selection`` cover owners of several units and
+hyper-parameter searches; ``tradeoff`` bounds attacks.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,6 @@ from dpvision.accounting.calibrate import calibrate_expected_batch_size, calibra
 from dpvision.accounting.charges import Charges
 from dpvision.accounting.epsilon import Accountant, EpsilonMeter, guarantee, mechanism_guarantee, privacy_curve
 from dpvision.accounting.groups import owner_guarantee, row_guarantee
-from dpvision.accounting.published import Published, published_settings
 from dpvision.accounting.selection import STOPPINGS, Stopping, all_trials, best_of_random_many
 from dpvision.accounting.tradeoff import (
     CURVE_DELTAS,
@@ -34,7 +38,6 @@ __all__ = [
     "GaussianDP",
     "PlanRow",
     "Profile",
-    "Published",
     "Stopping",
     "all_trials",
     "balanced_accuracy_bound",
@@ -53,7 +56,6 @@ __all__ = [
     "privacy_curve",
     "privacy_profile",
     "propose_delta",
-    "published_settings",
     "row_guarantee",
     "scaled",
     "steps_for_epochs",

@@ -1,10 +1,9 @@
-"""Noise, batch and steps at one target epsilon, before anything is spent.
+"""Tables of noise, batch size and steps at one target epsilon, made before any budget is spent.
 
-The same training at another price: batch and noise scaled together, as Sander et al. (TAN, 2022) search.
-
-What training feels is the noise on the mean gradient, ``noise_multiplier / expected_batch_size``, and the number of
-steps. Both stay as they are here, so that a learning rate found at a small batch fits the large one. What does not stay
-is epsilon: below a noise multiplier of about two it explodes.
+``plan`` calibrates the noise for every pair of batch size and length. ``scaled`` changes batch size and noise
+multiplier together, as Sander et al. (TAN, 2022) do to search cheaply: what training depends on, the noise on the mean
+gradient (``noise_multiplier / expected_batch_size``) and the number of steps, stays the same, so a learning rate found
+at a small batch fits the large one. Epsilon does not stay: below a noise multiplier of about two it grows very fast.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from dpvision.privacy.mechanism import Adjacency, Event, Guarantee, Mechanism
 
 DEFAULT_EPOCHS = (10.0, 30.0, 100.0)
 ENOUGH = 1.1
-"""A batch is large enough when all units together would lower the noise on the mean gradient by less than this."""
+"""A batch is large enough if the full batch would lower the noise on the mean gradient by less than this factor."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """One way to spend the budget.
+    """One setting that spends the budget.
 
-    ``full_batch_noise`` is the effective noise if every unit joined each of these steps: what larger batches come near.
+    ``full_batch_noise`` is the effective noise if every unit joined each of these steps: the limit of larger batches.
     """
 
     num_units: int
@@ -62,12 +61,12 @@ class PlanRow:
 
     @property
     def excess_noise(self) -> float:
-        """How many times the noise is that of a full batch, at equal steps and epsilon."""
+        """Effective noise divided by that of a full batch, at equal steps and epsilon."""
         return self.effective_noise / self.full_batch_noise
 
     @property
     def batch_is_enough(self) -> bool:
-        """Whether a still larger batch would gain next to nothing at these steps, and only cost time."""
+        """Whether a larger batch would gain less than 10 % at these steps."""
         return self.excess_noise <= ENOUGH
 
 
@@ -89,11 +88,26 @@ def plan(
     adjacency: Adjacency = "add_remove",
     extra: Charges = (),
 ) -> Iterator[PlanRow]:
-    """A row for every pair of batch size and length, each calibrated to the target, one by one as they are found.
+    """Calibrate the noise for every pair of batch size and length, and yield the rows as they are found.
 
-    Lengths are ``epochs`` or ``steps``, not both; without either, and without batch sizes, usual ones are taken.
+    Args:
+        num_units: Number of protected units.
+        target_epsilon: The largest allowed epsilon.
+        delta: The delta of the guarantee, in (0, 1).
+        expected_batch_sizes: Mean batch sizes. Default: powers of four that suit ``num_units``.
+        epochs: Lengths in passes over the data. Default: 10, 30 and 100.
+        steps: Lengths in steps, instead of ``epochs``.
+        adjacency: Which datasets are neighbours.
+        extra: Further releases that the same budget pays for.
 
-    Guarantee: no row exceeds ``target_epsilon``.
+    Yields:
+        One row per pair.
+
+    Raises:
+        ArgumentError: A value is out of range, both lengths are given, or a target cannot be met.
+
+    Guarantee:
+        No row exceeds ``target_epsilon``.
     """
     batches = tuple(expected_batch_sizes) or default_batch_sizes(num_units)
     _check_lists(num_units, batches, epochs, steps)
@@ -124,18 +138,30 @@ def _steps_of(epochs: Sequence[float], num_units: int, batch: float) -> list[int
 
 
 def steps_for_epochs(epochs: float, *, num_units: int, expected_batch_size: float) -> int:
-    """The first whole number of steps whose draws hold, on average, ``epochs`` times all units."""
+    """Convert passes over the data to steps.
+
+    Args:
+        epochs: Passes over the data, > 0.
+        num_units: Number of units.
+        expected_batch_size: Mean number of units per step, > 0.
+
+    Returns:
+        The smallest whole number of steps whose draws hold at least ``epochs`` times all units on average.
+
+    Raises:
+        ArgumentError: A value is out of range.
+    """
     problems = Problems()
     problems.positive("epochs", epochs)
     problems.count("num_units", num_units)
     problems.positive("expected_batch_size", expected_batch_size)
     problems.raise_if_any()
-    # The subtracted crumb keeps 0.1 * 3 epochs from becoming one step more than 0.3.
+    # The factor keeps 0.1 * 3 epochs from becoming one step more than 0.3.
     return max(1, math.ceil(epochs * num_units / expected_batch_size * (1 - 1e-12)))
 
 
 def default_batch_sizes(num_units: int) -> tuple[float, ...]:
-    """Powers of four from about a two-hundredth of the units to all of them: 256, 1024, 4096, 16384 for 50000."""
+    """Return powers of four from about 1/256 of the units to half of them: 256, 1024, 4096, 16384 for 50000."""
     problems = Problems()
     problems.count("num_units", num_units)
     problems.raise_if_any()
@@ -158,10 +184,20 @@ def _check_lists(num_units: int, batches: Sequence[float], epochs: Sequence[floa
 
 
 def scaled(mechanism: Mechanism, *, by: float) -> Mechanism:
-    """The mechanism with batch and noise multiplier both times ``by``, at equal steps: ``by`` below one is cheaper.
+    """Multiply batch size and noise multiplier by the same factor, at equal steps.
 
-    Guarantee: none carries over from ``mechanism``. The result has an epsilon of its own; a small batch's protects
-    nobody.
+    Args:
+        mechanism: The setting to scale.
+        by: The factor, > 0; below 1 the result is cheaper to compute.
+
+    Returns:
+        The scaled mechanism.
+
+    Raises:
+        ArgumentError: ``by`` is out of range, or the batch would exceed ``num_units``.
+
+    Guarantee:
+        None carries over from ``mechanism``. The result has its own epsilon, which is very large for small batches.
     """
     problems = Problems()
     problems.positive("by", by)

@@ -1,9 +1,9 @@
-"""The last value on a scale whose cost stays within a target, found with few evaluations.
+"""Choose noise, steps or batch size so that a target epsilon is met and not exceeded.
 
-Choosing one of noise, steps or batch size so that a target epsilon is met and not exceeded.
-
-Every search works on values that a person would write (five or six significant digits, whole steps) and ends with a
-value whose own epsilon was computed by ``guarantee`` and is within the target, while that of the next value is not.
+Each search runs on a public grid: decimals of five or six significant digits, or whole steps. It brackets the target
+from a guess by the central limit theorem, finds the crossing with scipy's ``brentq``, and then moves along the grid
+until the epsilon of the result is within the target and that of its neighbour is not. Both epsilons are computed by the
+accountant, so neither the guess nor the root finder can affect the guarantee.
 """
 
 from __future__ import annotations
@@ -11,170 +11,115 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
-from typing import Protocol, final
+from typing import cast, final
+
+from scipy.optimize import brentq
 
 from dpvision.accounting.charges import LARGEST_NOISE, SMALLEST_RATE, Charges, check_delta_and_adjacency, check_request
 from dpvision.accounting.pld import most_steps, pld_epsilon
 from dpvision.errors import ArgumentError, Problems
 from dpvision.privacy.mechanism import Adjacency, Event, rounded_up
 
-_FIRST_STRIDE = 0.02
-_PATIENCE = 8
+# pyright: reportMissingTypeStubs=false, reportUnknownVariableType=false
+# scipy has no stubs.
 
-
-class Scale(Protocol):
-    """Values numbered by whole numbers; a higher number costs at least as much."""
-
-    def value(self, index: int) -> float:
-        """The value of that number."""
-        ...
-
-    def place(self, index: int) -> float:
-        """A logarithmic coordinate that grows with ``index``."""
-        ...
-
-    def index_at(self, place: float) -> int:
-        """The number at that coordinate, give or take one."""
-        ...
+SMALLEST_USEFUL_NOISE = 0.01
+LARGEST_TARGET = 1e6
+_FIRST_STRIDE = 1.02
+_STEEPEST = 50.0
 
 
 @final
 @dataclass(frozen=True)
-class WholeNumbers:
-    """1, 2, 3, …, each numbered by itself."""
+class SearchGrid:
+    """The allowed values of a searched setting, numbered in the order of rising cost.
+
+    Values are the decimals of ``digits`` significant digits, or the positive whole numbers if ``digits`` is None.
+    ``falling`` numbers them from large to small, for settings such as noise that cost less the larger they are.
+    """
+
+    digits: int | None = None
+    falling: bool = False
 
     def value(self, index: int) -> float:
-        """The number itself."""
-        return float(index)
+        """Return the value with that number, as it would be written by hand."""
+        if self.digits is None:
+            return float(index)
+        first = 10 ** (self.digits - 1)
+        decade, position = divmod(-index if self.falling else index, 9 * first)
+        return float(f"{first + position}e{decade - self.digits + 1}")
 
-    def place(self, index: int) -> float:
-        """Its logarithm."""
-        return math.log(index)
-
-    def index_at(self, place: float) -> int:
-        """Rounded down."""
-        return math.floor(math.exp(place))
-
-
-@final
-@dataclass(frozen=True)
-class Decimals:
-    """All positive decimals of ``digits`` significant digits. ``descending`` numbers them from large to small."""
-
-    digits: int
-    descending: bool = False
-
-    @property
-    def _first_mantissa(self) -> int:
-        return 10 ** (self.digits - 1)
-
-    @property
-    def _sign(self) -> int:
-        return -1 if self.descending else 1
-
-    def value(self, index: int) -> float:
-        """The decimal, exactly as a person would write it."""
-        decade, position = divmod(self._sign * index, 9 * self._first_mantissa)
-        return float(f"{self._first_mantissa + position}e{decade - self.digits + 1}")
-
-    def place(self, index: int) -> float:
-        """Its logarithm; negated if descending."""
-        return self._sign * math.log(self.value(index))
-
-    def index_at(self, place: float) -> int:
-        """The decimal next to ``exp(place)``, on its cheaper side."""
-        value = math.exp(self._sign * place)
+    def index(self, value: float) -> int:
+        """Return the number of the nearest value that costs at most as much as ``value``, give or take one."""
+        if self.digits is None:
+            return math.floor(value)
+        first = 10 ** (self.digits - 1)
         decade = math.floor(math.log10(value))
         scaled = value / 10.0 ** (decade - self.digits + 1)
-        mantissa = math.ceil(scaled) if self.descending else math.floor(scaled)
-        return self._sign * (decade * 9 * self._first_mantissa + mantissa - self._first_mantissa)
-
-
-@final
-@dataclass(frozen=True)
-class _Probe:
-    index: int
-    place: float
-    cost: float
+        number = decade * 9 * first - first + (math.ceil(scaled) if self.falling else math.floor(scaled))
+        return -number if self.falling else number
 
 
 def last_within(
-    cost: Callable[[float], float], *, target: float, scale: Scale, guess: float, cheapest: int, dearest: int
+    cost: Callable[[float], float], *, target: float, grid: SearchGrid, guess: float, ends: tuple[float, float]
 ) -> float | None:
-    """The value whose cost is <= ``target`` while that of the next number on the scale is above it.
+    """Find the last value of the grid, in the order of rising cost, whose cost is at most ``target``.
 
-    ``guess`` is a place on the scale. None if even the value of number ``cheapest`` costs too much; the value of
-    number ``dearest`` if nothing does.
+    Args:
+        cost: The cost of a value; it does not fall along the grid.
+        target: The largest allowed cost, > 0.
+        grid: The allowed values.
+        guess: Where to start.
+        ends: The cheapest and the most expensive value to try.
 
-    Guarantee: the cost of the returned value was computed and is <= ``target``.
+    Returns:
+        The value, or None if the cheapest one costs too much.
+
+    Guarantee:
+        The cost of the returned value was computed and is at most ``target``.
     """
+    first, last = (grid.index(end) for end in ends)
 
-    def probe(index: int) -> _Probe:
-        return _Probe(index, scale.place(index), cost(scale.value(index)))
+    @cache
+    def cost_at(index: int) -> float:
+        return cost(grid.value(index))
 
-    sensible = min(max(guess, scale.place(cheapest)), scale.place(dearest))
-    start = min(max(scale.index_at(sensible), cheapest), dearest)
-    low, high = _bracket(probe, target, scale, start, cheapest, dearest)
-    if low is None:
-        return None
-    if high is not None:
-        low = _narrow(probe, target, scale, low, high)
-    return scale.value(low.index)
+    def excess(place: float) -> float:
+        """Return ln(cost / target) at the nearest index, cut off where it would be infinite."""
+        found = cost_at(round(place))
+        return max(-_STEEPEST, min(_STEEPEST, math.log(found / target))) if found > 0 else -_STEEPEST
 
-
-def _bracket(
-    probe: Callable[[int], _Probe], target: float, scale: Scale, start: int, cheapest: int, dearest: int
-) -> tuple[_Probe | None, _Probe | None]:
-    """A probe within the target and one above it, as near to the start as doubling strides find them."""
-    low: _Probe | None = None
-    high: _Probe | None = None
-    index, stride = start, _FIRST_STRIDE
+    index = min(max(grid.index(min(max(guess, min(ends)), max(ends))), first), last)
+    low: int | None = None
+    high: int | None = None
+    stride = _FIRST_STRIDE
     while low is None or high is None:
-        here = probe(index)
-        if here.cost <= target:
-            low = here
-            if index == dearest:
-                break
-            index = min(max(scale.index_at(here.place + stride), index + 1), dearest)
+        if cost_at(index) <= target:
+            low = index
+            if index == last:
+                return grid.value(last)
+            factor = 1 / stride if grid.falling else stride
+            index = min(max(grid.index(grid.value(index) * factor), index + 1), last)
         else:
-            high = here
-            if index == cheapest:
-                break
-            index = max(min(scale.index_at(here.place - stride), index - 1), cheapest)
-        stride *= 2
-    return low, high
+            high = index
+            if index == first:
+                return None
+            factor = stride if grid.falling else 1 / stride
+            index = max(min(grid.index(grid.value(index) * factor), index - 1), first)
+        stride *= stride
+    index = round(cast("float", brentq(excess, low, high, xtol=1.0)))
+    while cost_at(index) > target:
+        index -= 1
+    while cost_at(index + 1) <= target:
+        index += 1
+    return grid.value(index)
 
 
-def _narrow(probe: Callable[[int], _Probe], target: float, scale: Scale, low: _Probe, high: _Probe) -> _Probe:
-    """Regula falsi on logarithms; after several moves of the same end it strides past the root, then bisects."""
-    moves_of_low = moves_of_high = 0
-    while high.index - low.index > 1:
-        if max(moves_of_low, moves_of_high) > _PATIENCE:
-            index = (low.index + high.index) // 2
-        else:
-            index = scale.index_at(_interpolate(low, high, target))
-            index += 2**moves_of_low - 2**moves_of_high
-        here = probe(min(max(index, low.index + 1), high.index - 1))
-        if here.cost <= target:
-            low, moves_of_low, moves_of_high = here, moves_of_low + 1, 0
-        else:
-            high, moves_of_low, moves_of_high = here, 0, moves_of_high + 1
-    return low
-
-
-def _interpolate(low: _Probe, high: _Probe, target: float) -> float:
-    if not 0 < low.cost < high.cost < math.inf:
-        return (low.place + high.place) / 2
-    share = math.log(target / low.cost) / math.log(high.cost / low.cost)
-    return low.place + share * (high.place - low.place)
-
-
-NOISE_SCALE = Decimals(digits=5, descending=True)
-BATCH_SCALE = Decimals(digits=6)
-STEP_SCALE = WholeNumbers()
-SMALLEST_USEFUL_NOISE = 0.01
-LARGEST_TARGET = 1e6
+NOISE_GRID = SearchGrid(digits=5, falling=True)
+BATCH_GRID = SearchGrid(digits=6)
+STEP_GRID = SearchGrid()
 
 
 def calibrate_noise_multiplier(
@@ -187,9 +132,25 @@ def calibrate_noise_multiplier(
     adjacency: Adjacency = "add_remove",
     extra: Charges = (),
 ) -> float:
-    """The smallest noise multiplier of five significant digits that keeps the target.
+    """Find the smallest noise multiplier of five significant digits that meets the target.
 
-    Guarantee: ``guarantee`` of the result is <= ``target_epsilon``.
+    Args:
+        num_units: Number of protected units.
+        expected_batch_size: Mean number of units per step, at most ``num_units``.
+        steps: Noisy releases, at least 1.
+        target_epsilon: The largest allowed epsilon, in (0, 1e6].
+        delta: The delta of the guarantee, in (0, 1).
+        adjacency: Which datasets are neighbours.
+        extra: Further releases that the same budget pays for.
+
+    Returns:
+        Standard deviation of the noise on the sum, divided by the clip norm.
+
+    Raises:
+        ArgumentError: A value is out of range, or the target cannot be met, or hardly any noise is needed.
+
+    Guarantee:
+        ``guarantee`` of the result is at most ``target_epsilon``.
     """
     budget = _Budget(target_epsilon=target_epsilon, delta=delta, adjacency=adjacency, extra=tuple(extra))
     problems = budget.problems()
@@ -197,13 +158,12 @@ def calibrate_noise_multiplier(
     problems.count("steps", steps)
     problems.raise_if_any()
     budget.require_room()
-    guess = _clt_noise(rate, steps, _gaussian_shift(target_epsilon, delta))
-    noise = budget.last_within(
-        lambda noise: [(Event(sample_rate=rate, noise_multiplier=noise), steps)],
-        scale=NOISE_SCALE,
-        guess=-math.log(guess),
-        cheapest=NOISE_SCALE.index_at(-math.log(LARGEST_NOISE)),
-        dearest=NOISE_SCALE.index_at(-math.log(SMALLEST_USEFUL_NOISE)),
+    noise = last_within(
+        lambda noise: budget.epsilon([(Event(sample_rate=rate, noise_multiplier=noise), steps)]),
+        target=target_epsilon,
+        grid=NOISE_GRID,
+        guess=1 / math.sqrt(max(1e-20, math.log1p((budget.shift() / rate) ** 2 / steps))),
+        ends=(LARGEST_NOISE, SMALLEST_USEFUL_NOISE),
     )
     if noise is None:
         raise ArgumentError(
@@ -228,9 +188,25 @@ def calibrate_steps(
     adjacency: Adjacency = "add_remove",
     extra: Charges = (),
 ) -> int:
-    """The largest number of steps that keeps the target: one more would cross it.
+    """Find the largest number of steps that meets the target.
 
-    Guarantee: ``guarantee`` of the result is <= ``target_epsilon``.
+    Args:
+        num_units: Number of protected units.
+        expected_batch_size: Mean number of units per step, at most ``num_units``.
+        noise_multiplier: Standard deviation of the noise on the sum, divided by the clip norm, > 0.
+        target_epsilon: The largest allowed epsilon, in (0, 1e6].
+        delta: The delta of the guarantee, in (0, 1).
+        adjacency: Which datasets are neighbours.
+        extra: Further releases that the same budget pays for.
+
+    Returns:
+        Steps; one more would exceed the target.
+
+    Raises:
+        ArgumentError: A value is out of range, one step exceeds the target, or no number of steps does.
+
+    Guarantee:
+        ``guarantee`` of the result is at most ``target_epsilon``.
     """
     budget = _Budget(target_epsilon=target_epsilon, delta=delta, adjacency=adjacency, extra=tuple(extra))
     problems = budget.problems()
@@ -239,13 +215,13 @@ def calibrate_steps(
     problems.raise_if_any()
     event = Event(sample_rate=rate, noise_multiplier=noise_multiplier)
     budget.require_room()
-    shift = _gaussian_shift(target_epsilon, delta)
-    steps = budget.last_within(
-        lambda steps: [(event, int(steps))],
-        scale=STEP_SCALE,
-        guess=2 * math.log(shift) - _log_clt_precision(rate, noise_multiplier),
-        cheapest=1,
-        dearest=most_steps(delta),
+    guess = 2 * math.log(budget.shift()) - _log_clt_precision(rate, noise_multiplier)
+    steps = last_within(
+        lambda steps: budget.epsilon([(event, int(steps))]),
+        target=target_epsilon,
+        grid=STEP_GRID,
+        guess=math.exp(min(max(guess, 0.0), 30.0)),
+        ends=(1, most_steps(delta)),
     )
     if steps is None:
         raise ArgumentError(
@@ -271,9 +247,25 @@ def calibrate_expected_batch_size(
     adjacency: Adjacency = "add_remove",
     extra: Charges = (),
 ) -> float:
-    """The largest expected batch size of six significant digits, at most ``num_units``, that keeps the target.
+    """Find the largest expected batch size of six significant digits that meets the target.
 
-    Guarantee: ``guarantee`` of the result is <= ``target_epsilon``.
+    Args:
+        num_units: Number of protected units; the largest possible result.
+        noise_multiplier: Standard deviation of the noise on the sum, divided by the clip norm, > 0.
+        steps: Noisy releases, at least 1.
+        target_epsilon: The largest allowed epsilon, in (0, 1e6].
+        delta: The delta of the guarantee, in (0, 1).
+        adjacency: Which datasets are neighbours.
+        extra: Further releases that the same budget pays for.
+
+    Returns:
+        Mean number of units per step.
+
+    Raises:
+        ArgumentError: A value is out of range, or no batch size meets the target.
+
+    Guarantee:
+        ``guarantee`` of the result is at most ``target_epsilon``.
     """
     budget = _Budget(target_epsilon=target_epsilon, delta=delta, adjacency=adjacency, extra=tuple(extra))
     problems = budget.problems()
@@ -283,20 +275,16 @@ def calibrate_expected_batch_size(
     problems.raise_if_any()
     budget.require_room()
 
-    def charges(batch: float) -> list[tuple[Event, int]]:
-        return [(Event(sample_rate=batch / num_units, noise_multiplier=noise_multiplier), steps)]
+    def cost(batch: float) -> float:
+        return budget.epsilon([(Event(sample_rate=batch / num_units, noise_multiplier=noise_multiplier), steps)])
 
-    if budget.epsilon(charges(num_units)) <= target_epsilon:
+    if cost(num_units) <= target_epsilon:
         return float(num_units)
-    shift = _gaussian_shift(target_epsilon, delta)
-    smallest = 2 * SMALLEST_RATE * num_units
-    batch = budget.last_within(
-        charges,
-        scale=BATCH_SCALE,
-        guess=math.log(num_units * shift) - (math.log(steps) + _log_clt_precision(1.0, noise_multiplier)) / 2,
-        cheapest=BATCH_SCALE.index_at(math.log(smallest)),
-        dearest=BATCH_SCALE.index_at(math.log(num_units)),
-    )
+    log_guess = math.log(num_units * budget.shift())
+    log_guess -= (math.log(steps) + _log_clt_precision(1.0, noise_multiplier)) / 2
+    ends = (2 * SMALLEST_RATE * num_units, float(num_units))
+    guess = math.exp(min(max(log_guess, math.log(ends[0])), math.log(ends[1])))
+    batch = last_within(cost, target=target_epsilon, grid=BATCH_GRID, guess=guess, ends=ends)
     if batch is None:
         raise ArgumentError(
             f"target_epsilon {target_epsilon} can't be met with any expected_batch_size: noise_multiplier "
@@ -308,7 +296,7 @@ def calibrate_expected_batch_size(
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Budget:
-    """What may be spent, and what has been spent already."""
+    """The target, and the releases that it must also pay for."""
 
     target_epsilon: float
     delta: float
@@ -316,7 +304,7 @@ class _Budget:
     extra: Charges
 
     def problems(self) -> Problems:
-        """The rules that the budget itself breaks."""
+        """Collect the rules that the budget itself breaks."""
         problems = Problems()
         problems.positive("target_epsilon", self.target_epsilon)
         problems.require(
@@ -327,13 +315,13 @@ class _Budget:
         return problems
 
     def epsilon(self, charges: Charges) -> float:
-        """The cost of ``charges`` and the extra ones, exactly as ``guarantee`` computes it."""
+        """Compute the cost of ``charges`` and the extra ones, exactly as ``guarantee`` does."""
         together = [*charges, *self.extra]
         check_request(together, delta=self.delta, adjacency=self.adjacency)
         return pld_epsilon(together, delta=self.delta, adjacency=self.adjacency)
 
     def require_room(self) -> None:
-        """Refuse if the extra charges alone use up the target."""
+        """Refuse a budget that the extra charges alone use up."""
         already = self.epsilon([]) if self.extra else 0.0
         if not already < self.target_epsilon:
             raise ArgumentError(
@@ -341,22 +329,14 @@ class _Budget:
                 f"got {self.target_epsilon}. Raise target_epsilon or put more noise on the extra releases."
             )
 
-    def last_within(
-        self, charges: Callable[[float], Charges], *, scale: Scale, guess: float, cheapest: int, dearest: int
-    ) -> float | None:
-        """The last value on the scale whose charges, with the extra ones, stay within the target."""
-        return last_within(
-            lambda value: self.epsilon(charges(value)),
-            target=self.target_epsilon,
-            scale=scale,
-            guess=guess,
-            cheapest=cheapest,
-            dearest=dearest,
-        )
+    def shift(self) -> float:
+        """Estimate the shift mu of one Gaussian release with this epsilon, from epsilon = mu²/2 + mu z. For guesses."""
+        z = max(0.5, -NormalDist().inv_cdf(self.delta))
+        return 2 * self.target_epsilon / (math.sqrt(z * z + 2 * self.target_epsilon) + z)
 
 
 def _check_batch(problems: Problems, num_units: int, expected_batch_size: float) -> float:
-    """Note problems of the pair; the sample rate, if there are none."""
+    """Check the pair, and return the sample rate if both are valid."""
     problems.count("num_units", num_units)
     problems.positive("expected_batch_size", expected_batch_size)
     problems.require(
@@ -367,18 +347,7 @@ def _check_batch(problems: Problems, num_units: int, expected_batch_size: float)
     return expected_batch_size / num_units if num_units > 0 else math.nan
 
 
-def _gaussian_shift(epsilon: float, delta: float) -> float:
-    """The shift mu of one Gaussian release with about this epsilon: solves epsilon = mu²/2 + mu z. Only a guess."""
-    z = max(0.5, -NormalDist().inv_cdf(delta))
-    return 2 * epsilon / (math.sqrt(z * z + 2 * epsilon) + z)
-
-
 def _log_clt_precision(rate: float, noise_multiplier: float) -> float:
-    """ln of rate² (exp(1/σ²) − 1), one step's share of mu² in the central limit. Only a guess."""
+    """Return ln of rate² (exp(1/σ²) - 1), one step's part of mu² in the central limit. For guesses."""
     inverse = 1 / noise_multiplier**2
     return 2 * math.log(rate) + (inverse if inverse > 40 else math.log(math.expm1(inverse)))
-
-
-def _clt_noise(rate: float, steps: int, shift: float) -> float:
-    """The noise multiplier that gives shift mu after ``steps`` in the central limit. Only a guess."""
-    return 1 / math.sqrt(max(1e-20, math.log1p((shift / rate) ** 2 / steps)))

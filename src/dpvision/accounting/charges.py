@@ -1,4 +1,7 @@
-"""What an accountant is asked about: noisy releases, and how often each was made."""
+"""Charges: noisy releases and how often each was made, the input of every accountant.
+
+Here they are checked and merged into one canonical form before ``pld`` or ``rdp`` sees them.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,23 @@ from dpvision.privacy.mechanism import ADJACENCIES, Adjacency, Event
 
 Charges = Sequence[tuple[Event, int]]
 
-# Beyond these, rounding errors would decide the result, and nobody can mean them.
+# Beyond these limits rounding errors would decide the result; no real mechanism is there.
 SMALLEST_RATE = 1e-12
 SMALLEST_NOISE = 1e-6
 LARGEST_NOISE = 1e9
 
 
 def check_request(charges: Charges, *, delta: float, adjacency: Adjacency) -> None:
-    """Refuse whatever no accountant can answer truly; all problems in one error."""
+    """Refuse a request that no accountant can answer correctly.
+
+    Args:
+        charges: Noisy releases and how often each was made.
+        delta: The delta of the guarantee, in (0, 1).
+        adjacency: Which datasets are neighbours.
+
+    Raises:
+        ArgumentError: Names every value that is out of range.
+    """
     problems = Problems()
     check_delta_and_adjacency(problems, delta=delta, adjacency=adjacency)
     for event, count in charges:
@@ -36,16 +48,16 @@ def check_request(charges: Charges, *, delta: float, adjacency: Adjacency) -> No
 
 
 def check_delta_and_adjacency(problems: Problems, *, delta: float, adjacency: Adjacency) -> None:
-    """Note a delta outside (0, 1) and an unknown adjacency."""
+    """Add a problem for a delta outside (0, 1) and for an unknown adjacency."""
     problems.probability("delta", delta)
     problems.require(adjacency in ADJACENCIES, f"adjacency must be one of {', '.join(ADJACENCIES)}, got {adjacency!r}.")
 
 
 def merge(charges: Charges) -> tuple[tuple[Event, int], ...]:
-    """One entry for each distinct pair of rate and noise, in a fixed order; what happened zero times is left out.
+    """Return one entry for each distinct pair of rate and noise, in a fixed order, without zero counts.
 
-    All full-batch releases (``sample_rate`` 1) become one: Gaussian releases compose exactly, their 1/σ² add up.
-    The order and the purposes of charges can't change an epsilon, not even by a rounding error.
+    All full-batch releases (``sample_rate`` 1) become one: Gaussian releases compose exactly, their 1/σ² add up. Thus
+    the order and the purposes of charges do not change an epsilon, not even by a rounding error.
     """
     counts: dict[tuple[float, float], int] = {}
     for event, count in charges:

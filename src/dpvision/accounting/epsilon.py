@@ -1,6 +1,7 @@
-"""From charges, or from a mechanism, to a guarantee.
+"""Epsilon of charges or of a mechanism: the entry point of the accountants.
 
-How much epsilon a run has spent so far, for progress bars, curves and the budget's wall.
+``guarantee`` answers for any charges, ``mechanism_guarantee`` for the steps of one mechanism, and ``EpsilonMeter``
+caches the latter for a running training (progress, curves, the hard budget limit).
 """
 
 from __future__ import annotations
@@ -25,10 +26,24 @@ def guarantee(
     accountant: Accountant = "pld",
     privacy_unit: str = "example",
 ) -> Guarantee:
-    """What the charges together guarantee at ``delta``.
+    """Compute the guarantee of all charges together.
 
-    Guarantee: ``epsilon`` is an upper bound, never negative, and 0 exactly when there are no charges or when
-    ``delta`` alone covers them. It does not depend on the order in which the charges were made.
+    Args:
+        charges: Noisy releases and how often each was made.
+        delta: The delta of the guarantee, in (0, 1).
+        adjacency: Which datasets are neighbours.
+        accountant: ``pld`` (tight) or ``rdp`` (what most papers report).
+        privacy_unit: The word for what is protected.
+
+    Returns:
+        Epsilon with its delta, adjacency and accountant.
+
+    Raises:
+        ArgumentError: A value is out of range, or the accountant has no proof for the adjacency.
+
+    Guarantee:
+        ``epsilon`` is an upper bound, never negative, and 0 exactly when there are no charges or ``delta`` alone covers
+        them. It does not depend on the order of the charges.
     """
     check_request(charges, delta=delta, adjacency=adjacency)
     if accountant == "pld":
@@ -50,7 +65,21 @@ def mechanism_guarantee(
     extra: Charges = (),
     accountant: Accountant = "pld",
 ) -> Guarantee:
-    """What ``steps`` steps of the mechanism (all of them, unless told) and the ``extra`` charges guarantee."""
+    """Compute the guarantee of a mechanism's steps together with extra charges.
+
+    Args:
+        mechanism: The mechanism; its adjacency and privacy unit are used.
+        delta: The delta of the guarantee, in (0, 1).
+        steps: Steps taken so far, at least 0. Default: all steps of the mechanism.
+        extra: Further releases from the same data.
+        accountant: ``pld`` or ``rdp``.
+
+    Returns:
+        The guarantee; see ``guarantee``.
+
+    Raises:
+        ArgumentError: A value is out of range.
+    """
     taken = mechanism.steps if steps is None else steps
     problems = Problems()
     problems.count("steps", taken, least=0)
@@ -72,7 +101,21 @@ def privacy_curve(
     accountant: Accountant = "pld",
     privacy_unit: str = "example",
 ) -> tuple[Guarantee, ...]:
-    """The same charges at several deltas: all of these hold at once."""
+    """Compute the guarantee of the same charges at several deltas. All of them hold at once.
+
+    Args:
+        charges: Noisy releases and how often each was made.
+        deltas: The deltas, each in (0, 1).
+        adjacency: Which datasets are neighbours.
+        accountant: ``pld`` or ``rdp``.
+        privacy_unit: The word for what is protected.
+
+    Returns:
+        One guarantee per delta, in the given order.
+
+    Raises:
+        ArgumentError: A value is out of range.
+    """
     return tuple(
         guarantee(charges, delta=delta, adjacency=adjacency, accountant=accountant, privacy_unit=privacy_unit)
         for delta in deltas
@@ -81,9 +124,15 @@ def privacy_curve(
 
 @final
 class EpsilonMeter:
-    """Epsilon at any number of steps, by PLD, remembered.
+    """Epsilon by PLD after any number of steps, cached.
 
-    Guarantee: ``spent(steps)`` is exactly ``mechanism_guarantee(mechanism, steps=steps, ...)``.
+    Args:
+        mechanism: The mechanism whose steps are counted.
+        delta: The delta of the guarantee, in (0, 1).
+        extra: Releases that were made besides the steps.
+
+    Guarantee:
+        ``spent(steps)`` equals ``mechanism_guarantee(mechanism, steps=steps, ...)``.
     """
 
     def __init__(self, mechanism: Mechanism, *, delta: float, extra: Charges = ()) -> None:
@@ -94,9 +143,9 @@ class EpsilonMeter:
         self.spent(0)  # refuses a bad delta or extra charge now rather than in the middle of a run
 
     def spent(self, steps: int) -> Guarantee:
-        """What ``steps`` steps and the extra charges have spent.
+        """Return the guarantee after ``steps`` steps and the extra charges.
 
-        The first question costs some tenths of a second, another step count some hundredths, a repeated one nothing.
+        The first call takes some tenths of a second, another step count some hundredths, a repeated one nothing.
         """
         if steps not in self._known:
             self._known[steps] = mechanism_guarantee(self._mechanism, delta=self._delta, steps=steps, extra=self._extra)

@@ -1,4 +1,4 @@
-"""What a run proves about more, or less, than its privacy unit: a patient with many slices, one slice of a patient.
+"""Guarantees for more, or less, than the privacy unit: a patient with many slices, or one slice of a patient.
 
 Rows as units, an owner of at most k of them. In each step the owner's rows join one by one, each with the sample
 rate, so that B of them do, B ~ Binomial(k, rate), and together they move the sum by at most B clip norms. Such a step
@@ -54,10 +54,23 @@ _PRECISION = 1e-6  # with which dp-accounting finds the point of a given loss
 def owner_guarantee(
     charges: Charges, *, most_rows: int, delta: float, adjacency: Adjacency = "add_remove", owner: str = "owner"
 ) -> Guarantee:
-    """What charges for single rows guarantee to an owner of at most ``most_rows`` of them.
+    """Compute what charges for single rows guarantee to an owner of several rows.
 
-    Guarantee: an upper bound by PLD for an owner who joins or leaves with all rows (or, with zero_out, whose rows are
-    all blanked). ``replace_one`` is refused: no such bound is proved.
+    Args:
+        charges: Noisy releases with rows as privacy units.
+        most_rows: The largest number of rows that one owner has, from 1 to 1,000,000.
+        delta: The delta of the guarantee, in (0, 1).
+        adjacency: ``add_remove`` or ``zero_out``.
+        owner: The word for the owner.
+
+    Returns:
+        The guarantee with ``owner`` as its privacy unit.
+
+    Raises:
+        ArgumentError: A value is out of range, or ``replace_one``, for which no such bound is proved.
+
+    Guarantee:
+        An upper bound by PLD for an owner who joins or leaves with all rows (zero_out: whose rows are all blanked).
     """
     problems = Problems()
     problems.count("most_rows", most_rows)
@@ -79,9 +92,22 @@ def owner_guarantee(
 def row_guarantee(
     charges: Charges, *, delta: float, adjacency: Adjacency = "add_remove", row: str = "picture"
 ) -> Guarantee:
-    """What charges for owners guarantee to one row of an owner, more, less or changed, when the owner has others too.
+    """Compute what charges for owners guarantee to one row of an owner who has others too.
 
-    Guarantee: an upper bound by PLD, for changing one row of an owner who stays.
+    Args:
+        charges: Noisy releases with owners as privacy units.
+        delta: The delta of the guarantee, in (0, 1).
+        adjacency: The adjacency that the result is labelled with.
+        row: The word for the row.
+
+    Returns:
+        The guarantee with ``row`` as its privacy unit.
+
+    Raises:
+        ArgumentError: A value is out of range.
+
+    Guarantee:
+        An upper bound by PLD for adding, removing or changing one row of an owner who stays.
     """
     proved = guarantee(charges, delta=delta, adjacency="replace_one", privacy_unit=row)
     return Guarantee(epsilon=proved.epsilon, delta=delta, adjacency=adjacency, accountant="pld", privacy_unit=row)
@@ -110,7 +136,7 @@ def _owner_epsilon(charges: tuple[tuple[Event, int], ...], most_rows: int, delta
 
 
 def _error_of_one(event: Event, most_rows: int) -> float:
-    """What one release's numerical errors may take off delta, with room to spare.
+    """Bound what the numerical errors of one release may take off delta.
 
     A cell's delta is the largest of a function over all points, and dp-accounting looks at a point that is off by up to
     ``_PRECISION``. There the slope is zero, and the curvature at most the density's peak times the slope of the loss.
@@ -142,9 +168,9 @@ def _loss_of_one(event: Event, most_rows: int, grid: Grid) -> Loss:
 
 
 def joining(sample_rate: float, most_rows: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """How many of an owner's rows may join a step, and how likely each number is; very rare ones count as all rows."""
+    """Return how many of an owner's rows may join a step, with probabilities; very rare numbers count as all rows."""
     counted = np.arange(min(most_rows, MOST_JOINING) + 1)
-    more = np.asarray(binom.sf(counted, most_rows, sample_rate))  # the chance that more than so many join; it falls
+    more = np.asarray(binom.sf(counted, most_rows, sample_rate))  # the chance that more than this many join; it falls
     joined = counted[: int(np.count_nonzero(more > _RARE)) + 1]
     chances = np.asarray(binom.pmf(joined, most_rows, sample_rate))
     if joined[-1] < most_rows:
@@ -154,7 +180,7 @@ def joining(sample_rate: float, most_rows: int) -> tuple[NDArray[np.int64], NDAr
 
 
 def _moments(event: Event, most_rows: int, reach: float) -> tuple[float, float, float]:
-    """Mean, standard deviation and range of one release's loss, by quadrature: they choose the grid, nothing else."""
+    """Compute mean, standard deviation and range of one release's loss by quadrature. They only choose the grid."""
     joined, chances = joining(event.sample_rate, most_rows)
     kept = chances > 0
     joined, log_chances, noise = joined[kept], np.log(chances[kept]), event.noise_multiplier

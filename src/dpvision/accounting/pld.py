@@ -1,9 +1,9 @@
-"""Epsilon by privacy loss distributions: the headline figure.
+"""Epsilon by privacy loss distributions (PLD): the headline value of every guarantee.
 
-dp-accounting discretises the loss of one release pessimistically ("connect the dots") and composes by FFT. Two
-things are decided here. The grid: fine enough that epsilon is within about 1e-4 of its limit, coarse enough that an
-answer takes a fraction of a second. And the margin: the rounding errors of the FFT grow with the number of steps and
-know nothing of pessimism, so we ask for a slightly stricter delta than the caller did.
+dp-accounting discretises the loss of one release pessimistically ("connect the dots") and composes by FFT. This file
+chooses two things. The grid: fine enough that epsilon is within about 1e-4 of its limit, coarse enough that an answer
+takes a fraction of a second. The margin: the rounding errors of the FFT grow with the number of steps and may have any
+sign, so the accountant is asked for a slightly smaller delta than the caller's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dpvision.privacy.mechanism import Adjacency, Event
 
 
 # A T-fold composition by FFT was seen to lower delta by up to 6.2e-17 * T, against the closed form of the Gaussian
-# mechanism (tests/test_accounting_numerics.py). This is fourteen times as much.
+# mechanism (tests/accounting/test_pld.py). This is fourteen times as much.
 ROUNDING_PER_STEP = 2.0**-50
 
 CELLS_PER_DEVIATION = 60
@@ -50,11 +50,23 @@ _RELATIONS: dict[Adjacency, NeighboringRelation] = {
 
 
 def pld_epsilon(charges: Charges, *, delta: float, adjacency: Adjacency) -> float:
-    """An epsilon that the charges keep at ``delta``.
+    """Compute epsilon of the charges at ``delta`` by PLD.
 
-    Guarantee: an upper bound. Discretisation, truncated tails and rounding errors all count against us. Under
-    ``replace_one``, noise multipliers still refer to the bound on one unit's contribution; that a replacement may
-    move a release by twice this bound is accounted for.
+    Args:
+        charges: Noisy releases and how often each was made, already checked by ``check_request``.
+        delta: The delta of the guarantee, in (0, 1).
+        adjacency: Which datasets are neighbours.
+
+    Returns:
+        Epsilon, at least 0.
+
+    Raises:
+        ArgumentError: Rounding errors would decide the result at this delta.
+
+    Guarantee:
+        An upper bound: discretisation, truncated tails and rounding errors all make it larger. Under ``replace_one``,
+        noise multipliers still refer to the bound on one unit's contribution; that a replacement may move a release by
+        twice this bound is accounted for.
     """
     merged = merge(charges)
     if not merged:
@@ -69,7 +81,7 @@ def pld_epsilon(charges: Charges, *, delta: float, adjacency: Adjacency) -> floa
 @final
 @dataclass(frozen=True)
 class Grid:
-    """How losses are discretised: cell width, and how much probability may be cut off (it counts as infinite loss)."""
+    """Discretisation of losses: cell width, and the probability that may be cut off (it counts as infinite loss)."""
 
     interval: float
     log_tail_of_one_step: float
@@ -77,9 +89,10 @@ class Grid:
 
 
 def choose_grid(charges: Charges, *, delta: float) -> Grid:
-    """A power-of-two cell width, from the spread of one release's loss and from the room that all losses need.
+    """Choose a power-of-two cell width from the spread of one release's loss and the range of all losses together.
 
-    Guarantee: none needed. Every grid gives an upper bound; this one gives a tight one quickly.
+    Guarantee:
+        None needed. Every grid gives an upper bound; this one gives a tight bound quickly.
     """
     reach = tail_reach(delta)
     losses = [(*_loss_moments(event), _loss_range(event, reach), count) for event, count in charges]
@@ -87,7 +100,7 @@ def choose_grid(charges: Charges, *, delta: float) -> Grid:
 
 
 def tail_reach(delta: float) -> float:
-    """How many standard deviations of the noise are looked at."""
+    """Return how many standard deviations of the noise the discretisation covers."""
     return -NormalDist().inv_cdf(math.exp(_log_tail(delta)) / 2)
 
 
@@ -96,7 +109,7 @@ def _log_tail(delta: float) -> float:
 
 
 def grid_for(losses: Sequence[tuple[float, float, float, int]], *, delta: float, most_cells_of_one_step: int) -> Grid:
-    """A grid from mean, standard deviation and range of each kind of release's loss, and how often it was made."""
+    """Choose a grid from (mean, standard deviation, range, count) of the loss of each kind of release."""
     mean = math.fsum(count * one_mean for one_mean, _, _, count in losses)
     variance = math.fsum(count * one_deviation**2 for _, one_deviation, _, count in losses)
     steps = sum(count for _, _, _, count in losses)
@@ -114,7 +127,7 @@ def grid_for(losses: Sequence[tuple[float, float, float, int]], *, delta: float,
 
 
 def most_steps(delta: float) -> int:
-    """How many steps can be composed before rounding errors could matter at this ``delta``."""
+    """Return how many steps can be composed before rounding errors could matter at this ``delta``."""
     return min(MOST_STEPS, math.floor(delta / (4 * ROUNDING_PER_STEP)))
 
 
@@ -127,10 +140,10 @@ def _margin(charges: Charges) -> float:
 
 
 def stricter(delta: float, margin: float) -> float:
-    """``delta`` less what numerical errors may have taken off it; refuses a delta that they would decide about."""
+    """Return ``delta`` minus the numerical errors; refuse a delta that they would dominate."""
     if not margin < delta / 2:
         raise ArgumentError(
-            f"delta must be > {2 * margin:.1e} for so many steps, got {delta}: below that, rounding errors would "
+            f"delta must be > {2 * margin:.1e} for this many steps, got {delta}: below that, rounding errors would "
             "decide the result. Use a larger delta, fewer steps, or the rdp accountant."
         )
     return delta - margin
@@ -144,13 +157,13 @@ def _compose(charges: Charges, grid: Grid, relation: NeighboringRelation) -> Los
 
 
 def composed(losses: Sequence[tuple[Loss, int]], grid: Grid) -> Loss:
-    """The loss of all releases together, from that of each kind and how often it was made."""
+    """Compose the losses of all releases, each given once with its count."""
     parts = [loss.self_compose(count, grid.tail_mass) if count > 1 else loss for loss, count in losses]
     return reduce(lambda left, right: left.compose(right, grid.tail_mass), parts)
 
 
 def epsilon_of(composed: Loss, delta: float) -> float:
-    """The least epsilon that a composed loss keeps at ``delta``, never negative."""
+    """Return the smallest epsilon, at least 0, of a composed loss at ``delta``."""
     # Asked first, because the search for epsilon walks down to losses whose exponential may overflow.
     if float(composed.get_delta_for_epsilon(0.0)) <= delta:
         return 0.0
@@ -158,7 +171,7 @@ def epsilon_of(composed: Loss, delta: float) -> float:
 
 
 def epsilon_without_sampling(charges: Charges, delta: float, adjacency: Adjacency) -> float:
-    """A closed form for epsilons in the tens of millions: as if every step used every unit.
+    """Bound epsilon in closed form as if every step used every unit; for epsilons in the tens of millions.
 
     With mu the total shift in units of the noise, delta(epsilon) <= Phi(mu/2 - epsilon/mu).
     """
@@ -167,9 +180,10 @@ def epsilon_without_sampling(charges: Charges, delta: float, adjacency: Adjacenc
 
 
 def shift_without_sampling(charges: Charges, adjacency: Adjacency) -> float:
-    """How far one unit could move all releases together, in standard deviations, if every step used every unit.
+    """Return how far one unit moves all releases together, in standard deviations, if every step used every unit.
 
-    Guarantee: the charges are no worse than one Gaussian release with this shift, at every epsilon.
+    Guarantee:
+        The charges are at least as private as one Gaussian release with this shift, at every epsilon.
     """
     one = 2.0 if adjacency == "replace_one" else 1.0
     return math.sqrt(math.fsum(count * (one / event.noise_multiplier) ** 2 for event, count in charges))
@@ -178,9 +192,10 @@ def shift_without_sampling(charges: Charges, adjacency: Adjacency) -> float:
 def pld_deltas(
     charges: Charges, *, epsilons: NDArray[np.float64], delta: float, adjacency: Adjacency
 ) -> NDArray[np.float64]:
-    """A delta for each of ``epsilons`` (rising, none negative) that the charges keep, on the grid for ``delta``.
+    """Compute delta of the charges at each of ``epsilons`` (rising, none negative), on the grid for ``delta``.
 
-    Guarantee: upper bounds, as in ``pld_epsilon``; never above 1.
+    Guarantee:
+        Upper bounds, as in ``pld_epsilon``; at most 1.
     """
     merged = merge(charges)
     if not merged:
@@ -194,7 +209,7 @@ def pld_deltas(
 
 
 def gaussian_deltas(shift: float, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The exact deltas of one Gaussian release that a unit can move by ``shift`` standard deviations."""
+    """Return the exact deltas of one Gaussian release that a unit can move by ``shift`` standard deviations."""
     if shift == 0:
         return np.zeros_like(epsilons)
     first = log_ndtr(-epsilons / shift + shift / 2)

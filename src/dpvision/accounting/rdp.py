@@ -1,8 +1,8 @@
 """Epsilon by Rényi differential privacy: looser than PLD, and what most papers report.
 
 dp-accounting bounds the divergence at fractional orders by a series of absolute values, and leaves out the orders
-where that converges slowly: with large batches or little noise its epsilon is up to some per cent above the papers'.
-So the same orders are also computed by quadrature, and the smaller epsilon counts. Both are upper bounds.
+where that converges slowly: with large batches or little noise its epsilon is up to a few per cent above the papers'.
+So the same orders are also computed by quadrature, and the smaller epsilon is used. Both are upper bounds.
 """
 
 from __future__ import annotations
@@ -39,9 +39,21 @@ _RELATIONS: dict[Adjacency, NeighboringRelation] = {
 
 
 def rdp_epsilon(charges: Charges, *, delta: float, adjacency: Adjacency) -> float:
-    """An epsilon that the charges keep at ``delta``, by dp-accounting's RDP at its own orders (1.1 to 1024).
+    """Compute epsilon of the charges at ``delta`` by RDP, at dp-accounting's own orders (1.1 to 1024).
 
-    Guarantee: an upper bound; refuses ``replace_one``, for which no RDP of a Poisson-sampled Gaussian is proved.
+    Args:
+        charges: Noisy releases and how often each was made, already checked by ``check_request``.
+        delta: The delta of the guarantee, in (0, 1).
+        adjacency: ``add_remove`` or ``zero_out``.
+
+    Returns:
+        Epsilon, at least 0.
+
+    Raises:
+        ArgumentError: ``replace_one``, for which no RDP of a Poisson-sampled Gaussian is proved.
+
+    Guarantee:
+        An upper bound.
     """
     _require_relation(adjacency)
     merged = merge(charges)
@@ -54,9 +66,10 @@ def rdp_epsilon(charges: Charges, *, delta: float, adjacency: Adjacency) -> floa
 
 
 def rdp_curve(charges: Charges, *, adjacency: Adjacency) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Orders above 1, and a bound on the charges' Rényi divergence at each, finite or not named.
+    """Return orders above 1 and a finite bound on the charges' Rényi divergence at each.
 
-    Guarantee: upper bounds, the smaller of dp-accounting's and, at fractional orders, of the quadrature.
+    Guarantee:
+        Upper bounds: the smaller of dp-accounting's and, at fractional orders, the quadrature's.
     """
     _require_relation(adjacency)
     merged = merge(charges)
@@ -105,7 +118,7 @@ def _by_quadrature(charges: Charges) -> NDArray[np.float64]:
 
 
 def renyi_divergences(event: Event, orders: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The Rényi divergences of one release at ``orders`` above 1: ln E[exp(order · loss)] / (order − 1).
+    """Compute the Rényi divergences of one release at ``orders`` above 1: ln E[exp(order · loss)] / (order − 1).
 
     By the trapezoidal rule, whose error falls exponentially with the step: the integrand is analytic in a strip of
     half-width πσ², so that a step of σ²/3 leaves e^-59, and decays like a normal density.
@@ -125,7 +138,7 @@ def renyi_divergences(event: Event, orders: NDArray[np.float64]) -> NDArray[np.f
 
 @contextmanager
 def _without_notes_on_orders() -> Generator[None]:
-    """dp-accounting logs a line for each order whose series is slow and leaves the order out: looser, still true."""
+    """Hide dp-accounting's log lines about orders that it leaves out: the bound is looser there, and still true."""
     logger = logging.getLogger("absl")
     logger.addFilter(_says_more_than_excluded)
     try:

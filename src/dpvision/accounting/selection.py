@@ -1,8 +1,8 @@
-"""What a search for settings costs when every trial looks at the same private data.
+"""The privacy cost of a hyper-parameter search in which every trial uses the same private data.
 
-Two honest ways. Composition: all trials are charged, and each may depend on those before it and be published. Random
-stopping (Papernot and Steinke, arXiv 2110.03620): settings are drawn at random, the number of trials is drawn from a
-known distribution and stays secret, and the best trial alone is released. Its cost hardly grows with the number.
+Two methods are proved. Composition: all trials are charged, and each may depend on the earlier ones and be published.
+Random stopping (Papernot and Steinke, arXiv 2110.03620): settings are drawn at random, the number of trials is drawn
+from a known distribution and kept secret, and only the best trial is released. Its cost hardly grows with the number.
 """
 
 from __future__ import annotations
@@ -31,9 +31,22 @@ _SHAPES = {"logarithmic": 0.0, "geometric": 1.0}  # of the truncated negative bi
 
 
 def all_trials(charges: Charges, *, trials: int, delta: float, adjacency: Adjacency = "add_remove") -> Guarantee:
-    """What ``trials`` runs with these charges guarantee together, however each was chosen after the others.
+    """Compute the guarantee of several runs with these charges, where each may depend on the earlier ones.
 
-    Guarantee: an upper bound by PLD; every trial may be released.
+    Args:
+        charges: Noisy releases of one trial.
+        trials: Number of trials, at least 1.
+        delta: The delta of the guarantee, in (0, 1).
+        adjacency: Which datasets are neighbours.
+
+    Returns:
+        The guarantee of all trials together.
+
+    Raises:
+        ArgumentError: A value is out of range.
+
+    Guarantee:
+        An upper bound by PLD; every trial may be released.
     """
     problems = Problems()
     problems.count("trials", trials)
@@ -49,10 +62,24 @@ def best_of_random_many(
     delta: float,
     adjacency: Adjacency = "add_remove",
 ) -> Guarantee:
-    """What releasing the best of a random number of runs guarantees, each of which has these charges at most.
+    """Compute the guarantee of releasing only the best of a random number of runs.
 
-    Guarantee: an upper bound by RDP (theorems 2 and 6 of the paper), if settings are drawn independently of the data,
-    the number of trials is drawn from ``stopping`` with ``mean_trials`` as its mean, and nothing but the best is seen.
+    Args:
+        charges: Noisy releases of one trial, at most.
+        mean_trials: Mean of the distribution of the number of trials, at least 1.
+        stopping: The distribution: ``logarithmic``, ``geometric`` or ``poisson``.
+        delta: The delta of the guarantee, in (0, 1).
+        adjacency: ``add_remove`` or ``zero_out``.
+
+    Returns:
+        The guarantee of the released trial.
+
+    Raises:
+        ArgumentError: A value is out of range.
+
+    Guarantee:
+        An upper bound by RDP (theorems 2 and 6 of the paper), if settings are drawn independently of the data, the
+        number of trials is drawn from ``stopping`` with ``mean_trials`` as its mean, and only the best trial is seen.
     """
     problems = Problems()
     problems.require(
@@ -79,7 +106,7 @@ def best_of_random_many(
 def _negative_binomial_penalty(
     orders: NDArray[np.float64], divergences: NDArray[np.float64], mean_trials: float, shape: float
 ) -> float:
-    """Theorem 2, with the best second order."""
+    """Return the penalty of theorem 2 at the best second order."""
     log_inverse = -math.log(stopping_chance(mean_trials, shape))
     return (1 + shape) * float(np.min((1 - 1 / orders) * divergences + log_inverse / orders))
 
@@ -87,7 +114,7 @@ def _negative_binomial_penalty(
 def _deltas_of_one(
     charges: Charges, orders: NDArray[np.float64], delta: float, adjacency: Adjacency
 ) -> NDArray[np.float64]:
-    """Theorem 6 asks for the delta of one run at epsilon = ln(1 + 1/(order − 1)); PLD bounds it best."""
+    """Return delta of one run at epsilon = ln(1 + 1/(order − 1)) by PLD, as theorem 6 needs it."""
     epsilons = np.log1p(1 / (orders - 1))
     rising = np.argsort(epsilons)
     deltas = np.empty_like(epsilons)
@@ -96,7 +123,7 @@ def _deltas_of_one(
 
 
 def stopping_chance(mean_trials: float, shape: float) -> float:
-    """The parameter of a truncated negative binomial distribution (shape 0 or 1) with this mean, or just below it.
+    """Return the parameter of a truncated negative binomial distribution (shape 0 or 1) with at most this mean.
 
     Geometric (1): stop after each trial with this chance. Logarithmic (0): mean = (1/chance − 1) / ln(1/chance).
     """

@@ -194,7 +194,17 @@ _STRONG, _WEAK, _MEANINGLESS = 1.0, 10.0, 20.0
 
 
 def propose_delta(num_units: int) -> float:
-    """The largest power of ten that is clearly below ``1 / num_units``: 60000 → 1e-5, 1797 → 1e-4."""
+    """Propose a delta: the largest power of ten that is clearly below ``1 / num_units``.
+
+    Args:
+        num_units: Number of protected units, at least 1.
+
+    Returns:
+        For example 1e-5 for 60000 units and 1e-4 for 1797.
+
+    Raises:
+        ArgumentError: ``num_units`` is out of range.
+    """
     problems = Problems()
     problems.count("num_units", num_units)
     problems.raise_if_any()
@@ -233,7 +243,18 @@ def describe(guarantee: Guarantee, *, true_positive_rate: float | None = None) -
 
 
 def cautions(guarantee: Guarantee, *, num_units: int) -> tuple[str, ...]:
-    """What a reader must be warned of, each as one sentence; empty if nothing."""
+    """List the warnings that belong to a guarantee.
+
+    Args:
+        guarantee: What is proved.
+        num_units: Number of protected units, at least 1.
+
+    Returns:
+        One sentence per warning; empty if there is none.
+
+    Raises:
+        ArgumentError: ``num_units`` is out of range.
+    """
     problems = Problems()
     problems.count("num_units", num_units)
     problems.raise_if_any()

@@ -160,7 +160,7 @@ def plan(
         from rich.console import Console
 
         from dpvision.accounting import plan as make_plan
-        from dpvision.accounting import published_settings
+        from dpvision.cli.plan_chart import published_settings
         from dpvision.cli.plan_command import print_plan
 
         with Console(stderr=True).status("calibrating the noise"):
@@ -178,7 +178,7 @@ def plan(
         known = published_settings(num_units=units, target_epsilon=target, delta=chosen[0])
         print_plan(rows, known, target=target, delta_proposed=chosen[1], json=json)
         if plot is not None:
-            from dpvision.accounting.budget_chart import draw_plan
+            from dpvision.cli.plan_chart import draw_plan
 
             draw_plan(rows, plot, published=known)
             typer.echo(f"picture: {plot}", err=json)

@@ -10,7 +10,8 @@ import typer
 from dpvision.cli.console import print_json
 
 if TYPE_CHECKING:
-    from dpvision.accounting import PlanRow, Published
+    from dpvision.accounting import PlanRow
+    from dpvision.cli.plan_chart import Published
     from dpvision.privacy.mechanism import Adjacency, Guarantee, Mechanism
 
 

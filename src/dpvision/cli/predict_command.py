@@ -99,10 +99,10 @@ _Answer = tuple[dict[str, Any], list[str], list[tuple[str, str]]]
 
 
 def _classes(released: ReleasedModel, pictures: list[Path], *, skip_bad: bool, device: str) -> _Answer:
-    from dpvision.data import load_pictures
+    from dpvision.data import load_images
     from dpvision.inference import predict as probabilities_of
 
-    images, names, skipped = load_pictures(pictures, image_shape=released.image_shape, skip_bad=skip_bad)
+    images, names, skipped = load_images(pictures, image_shape=released.image_shape, skip_bad=skip_bad)
     rows = probabilities_of(released.model.to(device), images, released.normalisation, device=device)
     answers = [
         {"picture": name, "class": released.class_names[int(row.argmax())], "probability": float(row.max())}

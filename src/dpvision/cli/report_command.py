@@ -22,8 +22,7 @@ def report(
     Example: dpvision report runs/demo-1
     """
     with user_errors():
-        from dpvision.release.report_page import write_report
-        from dpvision.release.report_terminal import figures_of
+        from dpvision.release.report import figures_of, write_report
 
         path = write_report(run, output=output)
         if json:

@@ -201,8 +201,7 @@ def _callback() -> Any:
 
 def _finish(result: RunResult, *, json: bool, quick: bool = False) -> None:
     """Write the report, print the figures, and say how to go on if the run is not done."""
-    from dpvision.release.report_page import write_report
-    from dpvision.release.report_terminal import summary_lines
+    from dpvision.release.report import summary_lines, write_report
 
     report = write_report(result.run)
     figures = {**result.figures(), "report": str(report), "run": str(result.run)}

@@ -1,12 +1,12 @@
-"""Sources of pictures, one uint8 store, privacy units, and Poisson draws over them."""
+"""Sources of images, one uint8 store, privacy units, and Poisson draws over them."""
 
 from dpvision.data.augmentation import ViewSettings, erase_views, make_views
-from dpvision.data.batches import ImageBatch, ImageBatches, hold_out, mismatch_note
+from dpvision.data.batches import ImageBatch, ImageBatches, hold_out
 from dpvision.data.datasets import KNOWN, KnownSet, cache_folder
 from dpvision.data.features import FeatureBatch, FeatureDraws, Features, extract, kept_features
-from dpvision.data.images import load_pictures
+from dpvision.data.images import load_images
 from dpvision.data.loading import inspect, known_sources, load, load_one
-from dpvision.data.nifti import Volume, is_volume, read_volume, volume_pictures
+from dpvision.data.nifti import Volume, is_volume, read_volume, volume_images
 from dpvision.data.normalisation import Normalisation, fixed_normalisation
 from dpvision.data.npz import read_member
 from dpvision.data.options import LoadOptions, Progress
@@ -40,13 +40,12 @@ __all__ = [
     "kept_features",
     "known_sources",
     "load",
+    "load_images",
     "load_one",
-    "load_pictures",
     "make_views",
-    "mismatch_note",
     "read_member",
     "read_volume",
     "released_normalisation",
     "store_of_arrays",
-    "volume_pictures",
+    "volume_images",
 ]

@@ -1,6 +1,6 @@
-"""Random views of pictures: rotated, cropped, mirrored, erased; batched, and each from random words of its own.
+"""Random views of images: rotated, cropped, mirrored, erased; batched, and each from random words of its own.
 
-Shapes: N pictures, K views of each, B = N·K views with those of one picture together, J random words of a view.
+Shapes: N images, K views of each, B = N·K views with those of one image together, J random words of a view.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Y, _X, _MIRROR, _ANGLE, _ERASE, _AREA, _ASPECT, _TOP, _LEFT = range(9)
 @final
 @dataclass(frozen=True, kw_only=True)
 class ViewSettings:
-    """How ``count`` views of a picture are made: numbers from the configuration, none from data.
+    """How ``count`` views of an image are made: numbers from the configuration, none from data.
 
     ``crop_padding`` pixels are added on every side before a random crop: mirrored without (``reflect``) or with
     (``symmetric``) the edge pixel repeated, or black (``zeros``). ``flip`` and ``erasing`` are probabilities,
@@ -56,13 +56,13 @@ class ViewSettings:
         problems.require(0 <= self.rotation <= 180, f"rotation must be 0 to 180 degrees, got {self.rotation}.")
         problems.require(
             self.count == 1 or self.random,
-            f"{self.count} views of a picture would be equal: give crop_padding, flip, rotation or erasing too.",
+            f"{self.count} views of an image would be equal: give crop_padding, flip, rotation or erasing too.",
         )
         problems.raise_if_any()
 
     @property
     def random(self) -> bool:
-        """Whether a view can differ from its picture."""
+        """Whether a view can differ from its image."""
         return self.crop_padding > 0 or self.flip > 0 or self.rotation > 0 or self.erasing > 0
 
     @property
@@ -76,9 +76,9 @@ class ViewSettings:
         parts += [f"rotated by up to {self.rotation:g} degrees"] if self.rotation else []
         parts += [f"a rectangle erased with probability {self.erasing:g}"] if self.erasing else []
         if not parts:
-            return "every picture as it is"
-        many = f"{self.count} random views of every picture, averaged before its unit is clipped once"
-        one = "one random view of every picture"
+            return "every image as it is"
+        many = f"{self.count} random views of every image, averaged before its unit is clipped once"
+        one = "one random view of every image"
         return f"{many if self.count > 1 else one}: {', '.join(parts)}"
 
 
@@ -86,35 +86,35 @@ AS_IT_IS: Final = ViewSettings()
 
 
 def make_views(
-    pictures_NCHW: Tensor, settings: ViewSettings, words_NKJ: NDArray[np.uint64], *, classes: bool = False
+    images_NCHW: Tensor, settings: ViewSettings, words_NKJ: NDArray[np.uint64], *, classes: bool = False
 ) -> Tensor:
-    """Views of every picture, of its type and shape: first rotated, then mirrored, then padded and cropped.
+    """Views of every image, of its type and shape: first rotated, then mirrored, then padded and cropped.
 
     With ``classes`` the values are numbers of classes, which are moved but never mixed: the same words then move a
-    mask as they move its picture. What lies outside is mirrored where the picture is mirrored, and else class 0.
+    mask as they move its image. What lies outside is mirrored where the image is mirrored, and else class 0.
 
-    Guarantee: a view depends on its own picture and its own words alone.
+    Guarantee: a view depends on its own image and its own words alone.
     """
     if not settings.random:
-        return pictures_NCHW
+        return images_NCHW
     halves_BJ = _halves(words_NKJ)
-    source_B = torch.arange(len(pictures_NCHW), device=pictures_NCHW.device).repeat_interleave(settings.count)
+    source_B = torch.arange(len(images_NCHW), device=images_NCHW.device).repeat_interleave(settings.count)
     if settings.rotation > 0:
         angle_B = math.radians(settings.rotation) * (2 * _fraction(halves_BJ[:, _ANGLE]) - 1)
         outside = "zeros" if settings.padding == "zeros" else "reflection"
-        pictures_NCHW = rotate(pictures_NCHW[source_B], angle_B, outside=outside, nearest=classes)
+        images_NCHW = rotate(images_NCHW[source_B], angle_B, outside=outside, nearest=classes)
         source_B = torch.arange(len(source_B), device=source_B.device)
     mirror_B = _fraction(halves_BJ[:, _MIRROR]) < settings.flip
     y_B, x_B = (_below(halves_BJ[:, which], 2 * settings.crop_padding + 1) for which in (_Y, _X))
     chosen = (torch.from_numpy(index.astype(np.int64)).to(source_B.device) for index in (mirror_B, y_B, x_B))
-    return _windows(pictures_NCHW, settings)[(source_B, *chosen)]
+    return _windows(images_NCHW, settings)[(source_B, *chosen)]
 
 
 def erase_views(inputs_BCHW: Tensor, settings: ViewSettings, words_NKJ: NDArray[np.uint64]) -> Tensor:
     """Zero a random rectangle of some views, in place: after normalisation zero is the mean colour.
 
-    The rectangle's area is 2 to 33 % of the picture and its height 0.3 to 3.3 times its width (even in logarithms),
-    rounded to pixels; a side that would be longer than the picture's is as long.
+    The rectangle's area is 2 to 33 % of the image and its height 0.3 to 3.3 times its width (even in logarithms),
+    rounded to pixels; a side that would be longer than the image's is as long.
     """
     if settings.erasing == 0:
         return inputs_BCHW
@@ -128,48 +128,48 @@ def erase_views(inputs_BCHW: Tensor, settings: ViewSettings, words_NKJ: NDArray[
 
 
 def rotate(
-    pictures_BCHW: Tensor,
+    images_BCHW: Tensor,
     angle_B: NDArray[np.float64],
     *,
     outside: Literal["zeros", "reflection"],
     nearest: bool = False,
 ) -> Tensor:
-    """Each picture turned clockwise about its centre by its angle in radians; bytes are rounded.
+    """Each image turned clockwise about its centre by its angle in radians; bytes are rounded.
 
     Bilinearly, or by the ``nearest`` pixel, so that no value appears that was not there.
     """
-    device, (height, width) = pictures_BCHW.device, pictures_BCHW.shape[2:]
+    device, (height, width) = images_BCHW.device, images_BCHW.shape[2:]
     y_H1 = (torch.arange(height, device=device) + 0.5 - height / 2)[:, None]
     x_W = torch.arange(width, device=device) + 0.5 - width / 2
     turn = np.stack([np.cos(angle_B), np.sin(angle_B)]).astype(np.float32)
     cos_B11, sin_B11 = torch.from_numpy(turn).to(device)[:, :, None, None]
-    # Written out instead of a matrix product, whose last bits may depend on how many pictures there are.
+    # Written out instead of a matrix product, whose last bits may depend on how many images there are.
     from_x_BHW = (cos_B11 * x_W + sin_B11 * y_H1) * (2 / width)
     from_y_BHW = (cos_B11 * y_H1 - sin_B11 * x_W) * (2 / height)
-    values = pictures_BCHW if pictures_BCHW.is_floating_point() else pictures_BCHW.to(torch.float32)
+    values = images_BCHW if images_BCHW.is_floating_point() else images_BCHW.to(torch.float32)
     grid = torch.stack([from_x_BHW, from_y_BHW], dim=-1).to(values.dtype)
     mode = "nearest" if nearest else "bilinear"
     turned = F.grid_sample(values, grid, mode=mode, padding_mode=outside, align_corners=False)
-    return turned if values is pictures_BCHW else turned.round_().to(pictures_BCHW.dtype)
+    return turned if values is images_BCHW else turned.round_().to(images_BCHW.dtype)
 
 
-def pad(pictures_NCHW: Tensor, pixels: int, padding: Padding) -> Tensor:
-    """Pictures with ``pixels`` more on every side, as numpy pads: mirrored again and again where they are small."""
+def pad(images_NCHW: Tensor, pixels: int, padding: Padding) -> Tensor:
+    """Images with ``pixels`` more on every side, as numpy pads: mirrored again and again where they are small."""
     if padding == "zeros":
-        return F.pad(pictures_NCHW, (pixels,) * 4)
+        return F.pad(images_NCHW, (pixels,) * 4)
     repeats_edge = 1 if padding == "symmetric" else 0
     for dim in (2, 3):
-        side = pictures_NCHW.shape[dim]
+        side = images_NCHW.shape[dim]
         period = max(2 * (side - 1 + repeats_edge), 1)
-        ahead = torch.arange(-pixels, side + pixels, device=pictures_NCHW.device).remainder(period)
-        pictures_NCHW = pictures_NCHW.index_select(dim, torch.minimum(ahead, period - repeats_edge - ahead))
-    return pictures_NCHW
+        ahead = torch.arange(-pixels, side + pixels, device=images_NCHW.device).remainder(period)
+        images_NCHW = images_NCHW.index_select(dim, torch.minimum(ahead, period - repeats_edge - ahead))
+    return images_NCHW
 
 
-def _windows(pictures_NCHW: Tensor, settings: ViewSettings) -> Tensor:
-    """Every crop of every padded picture, as it is and mirrored, none of them copied: (N, mirrored, y, x, C, H, W)."""
-    height, width = pictures_NCHW.shape[2:]
-    padded = pad(pictures_NCHW, settings.crop_padding, settings.padding)[:, None]
+def _windows(images_NCHW: Tensor, settings: ViewSettings) -> Tensor:
+    """Every crop of every padded image, as it is and mirrored, none of them copied: (N, mirrored, y, x, C, H, W)."""
+    height, width = images_NCHW.shape[2:]
+    padded = pad(images_NCHW, settings.crop_padding, settings.padding)[:, None]
     if settings.flip > 0:
         padded = torch.cat([padded, padded.flip(-1)], dim=1)
     return padded.unfold(3, height, 1).unfold(4, width, 1).permute(0, 1, 3, 4, 2, 5, 6)

@@ -1,9 +1,9 @@
-"""Poisson draws over privacy units: who joins a step is decided for each unit alone, at a public rate.
+"""Gather the images of drawn units into micro-batches of a fixed shape.
+
+``privacy.sampling`` decides which units join a step; this file chooses their rows, makes the augmented views and pads.
 
 Shapes: D drawn units, U units of a micro-batch, R rows per unit, K views of a row, J random words of a view.
-A unit gives R·K neighbouring rows to a micro-batch: all views of its first row, then those of its second …
-
-A part of the units set aside for testing, where no public test set exists.
+A unit gives R·K neighbouring rows to a micro-batch: all views of its first row, then those of its second, and so on.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from dpvision.data.store import ImageStore
 from dpvision.errors import DataError, Problems
 from dpvision.privacy.mechanism import Mechanism, OrdinarySampling
 from dpvision.privacy.randomness import Keys
-from dpvision.privacy.values import Microbatch, Sampling
+from dpvision.privacy.sampling import PoissonSampler, Sampling, choose_without_replacement, draw_holdout
+from dpvision.privacy.values import Microbatch
 
-WORD_RANGE = 2**64
 NO_ROW = -1
-LARGE_MISMATCH = 0.1
 
 
 @final
@@ -57,10 +56,8 @@ class ImageBatches:
         problems = Problems()
         problems.count("rows_per_unit", rows_per_unit)
         problems.raise_if_any()
-        self._sampling = Sampling("poisson", mechanism.sample_rate)
-        self._num_units = store.num_units
+        self._sampler = PoissonSampler(num_units=store.num_units, sample_rate=mechanism.sample_rate, keys=keys)
         self._unit_rows = store.rows_of_units
-        self._keys = keys
         self._rows_per_unit = rows_per_unit
         self._views = views
         self._pictures = _Pictures(
@@ -74,12 +71,11 @@ class ImageBatches:
     @property
     def sampling(self) -> Sampling:
         """How every batch is drawn."""
-        return self._sampling
+        return self._sampler.sampling
 
     def units(self, step: int) -> NDArray[np.int64]:
         """The units that join ``step``, in ascending order. Sensitive."""
-        words = self._keys.bits(self._num_units, "sampling", step)
-        return np.flatnonzero(joins(words, self._sampling.sample_rate))
+        return self._sampler.units(step)
 
     def rows(self, step: int) -> NDArray[np.int64]:
         """The rows that join ``step``, R a unit; -1 where a unit has fewer. Sensitive."""
@@ -89,7 +85,7 @@ class ImageBatches:
         """The draw of ``step``: the same whenever it is asked for."""
         units = self.units(step)
         rows_DR = self._rows(units, step)
-        return ImageBatch(self._sampling, self._pictures, rows_DR, self._words(units, step))
+        return ImageBatch(self.sampling, self._pictures, rows_DR, self._words(units, step))
 
     def _rows(self, units: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         offsets, order = self._unit_rows
@@ -98,7 +94,7 @@ class ImageBatches:
         crowded = count_D > self._rows_per_unit
         if crowded.any():
             # Unit u owns words u·R … u·R + R - 1 of this step, whoever else is there.
-            words = self._keys.bits(self._num_units * self._rows_per_unit, "rows", step)
+            words = self._sampler.keys.bits(self._sampler.num_units * self._rows_per_unit, "rows", step)
             own_words = words.reshape(-1, self._rows_per_unit)[units[crowded]]
             places_DR[crowded] = choose_without_replacement(own_words, count_D[crowded])
         there_DR = places_DR < count_D[:, None]
@@ -111,7 +107,7 @@ class ImageBatches:
         shape = (len(units), self._rows_per_unit, self._views.count, self._views.words)
         if not self._views.random:
             return np.zeros(shape, dtype=np.uint64)
-        return self._keys.bits_by_unit(units, math.prod(shape[1:]), "augmentation", step).reshape(shape)
+        return self._sampler.keys.bits_by_unit(units, math.prod(shape[1:]), "augmentation", step).reshape(shape)
 
 
 @final
@@ -182,51 +178,6 @@ def blank_absent(inputs: Tensor, targets: Tensor, rows: NDArray[np.int64]) -> tu
     return inputs, targets
 
 
-def joins(words: NDArray[np.uint64], sample_rate: float) -> NDArray[np.bool_]:
-    """Which of the uniform 64-bit words fall below ``sample_rate``: exactly floor(sample_rate · 2⁶⁴) of all words."""
-    numerator, denominator = sample_rate.as_integer_ratio()
-    threshold = numerator * WORD_RANGE // denominator
-    if threshold >= WORD_RANGE:
-        return np.ones(len(words), dtype=np.bool_)
-    return words < np.uint64(threshold)
-
-
-def choose_without_replacement(words: NDArray[np.uint64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each row of ``words`` (n, m): m different numbers below its count, every set of m equally likely.
-
-    Floyd's method, all rows at once. Each count must be at least m; the bias of a remainder of 64 bits is below
-    count · 2⁻⁶⁴ and touches no guarantee, which holds for any choice of rows.
-    """
-    picks = words.shape[1]
-    chosen = np.full(words.shape, -1, dtype=np.int64)
-    for pick in range(picks):
-        last = counts - picks + pick
-        candidate = (words[:, pick] % (last + 1).astype(np.uint64)).astype(np.int64)
-        taken = (chosen == candidate[:, None]).any(axis=1)
-        chosen[:, pick] = np.where(taken, last, candidate)
-    return chosen
-
-
-def mismatch_note(store: ImageStore, mechanism: Mechanism, *, counted: bool = False) -> str | None:
-    """What to tell whoever takes a number of units far from what the store holds; None if it is near.
-
-    ``counted``: nobody declared the number, it was counted with noise. A note, never an error: what a run does must not
-    depend on how many units there are.
-    """
-    found, taken = store.num_units, mechanism.num_units
-    if abs(found - taken) <= LARGE_MISMATCH * taken:
-        return None
-    origin = "was counted with noise" if counted else "is declared"
-    remedy = (
-        "declare a number that may be public, and nothing is counted" if counted else "declare a rounder, nearer number"
-    )
-    return (
-        f"num_units {origin} as {taken}, but the data holds {found} units: each still joins a step with "
-        f"probability {mechanism.sample_rate:g}, so about {found * mechanism.sample_rate:g} units join, while the sum "
-        f"is divided by {mechanism.expected_batch_size:g}. The guarantee holds; {remedy}."
-    )
-
-
 def row_weights(rows_UR: NDArray[np.int64], views: int) -> NDArray[np.float32]:
     """Equal shares for the views of rows that are there: they sum to one in each unit that has rows."""
     there_UR = np.repeat(rows_UR != NO_ROW, views, axis=1)
@@ -245,11 +196,7 @@ def hold_out(store: ImageStore, *, fraction: float, keys: Keys) -> tuple[ImageSt
     holds for a row that is added at the end. The test part is not covered by training's guarantee: what is measured
     on it must be declared.
     """
-    problems = Problems()
-    problems.probability("fraction", fraction)
-    problems.raise_if_any()
-    words = [int.from_bytes(keys.derive("holdout", name)[:8], "little") for name in store.names_of_units]
-    test = joins(np.array(words, dtype=np.uint64), fraction)
+    test = draw_holdout(store.names_of_units, fraction=fraction, keys=keys)
     parts = [store.select_units(np.flatnonzero(chosen)) for chosen in (~test, test)]
     if not all(part.num_rows for part in parts):
         raise DataError(

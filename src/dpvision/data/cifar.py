@@ -31,7 +31,7 @@ CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 @final
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Which files one version of one set consists of. ``label_bytes``: before each picture of a binary record."""
+    """Which files one version of one set consists of. ``label_bytes``: before each image of a binary record."""
 
     train: tuple[str, ...]
     test: tuple[str, ...]
@@ -139,7 +139,7 @@ def _read_pickled(data: bytes, layout: Layout, source: str) -> tuple[NDArray[np.
         raise DataError(f"{shown(source)} has no array 'data' of rows of {PIXELS} bytes.")
     whole = isinstance(labels, list) and all(type(label) is int for label in labels)
     if not isinstance(labels, list) or not whole or len(labels) != len(images) or not labels:
-        raise DataError(f"{shown(source)} has no list '{layout.label_key}' of one whole number for each picture.")
+        raise DataError(f"{shown(source)} has no list '{layout.label_key}' of one whole number for each image.")
     if not (min(labels) >= 0 and max(labels) < layout.num_classes):
         raise DataError(f"{shown(source)} has a label outside 0..{layout.num_classes - 1}.")
     return images, np.array(labels, dtype=np.int64)

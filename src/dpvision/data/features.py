@@ -1,6 +1,6 @@
-"""What a frozen front makes of every picture, computed once and kept: training then sees features, not pictures.
+"""What a frozen front makes of every image, computed once and kept: training then sees features, not images.
 
-Shapes: N rows of the store, W ways of looking at a picture (as it is; mirrored too), F the feature's own dimensions,
+Shapes: N rows of the store, W ways of looking at an image (as it is; mirrored too), F the feature's own dimensions,
 D drawn units, U units of a micro-batch, R rows per unit.
 """
 
@@ -26,7 +26,8 @@ from dpvision.data.normalisation import Normalisation
 from dpvision.data.options import Progress
 from dpvision.data.safe_read import open_regular, read_npy
 from dpvision.errors import DataError, Problems
-from dpvision.privacy.values import Microbatch, Sampling
+from dpvision.privacy.sampling import Sampling
+from dpvision.privacy.values import Microbatch
 from dpvision.storage.files import disk_errors, sync_folder
 
 BATCH = 16
@@ -38,9 +39,9 @@ _LARGEST_HALF = float(torch.finfo(torch.float16).max)
 @final
 @dataclass(frozen=True, eq=False)
 class Features:
-    """One row of features per picture and way of looking at it, (N, W, F). As sensitive as the pictures.
+    """One row of features per image and way of looking at it, (N, W, F). As sensitive as the images.
 
-    Guarantee: a row is a function of its own picture and of public numbers alone.
+    Guarantee: a row is a function of its own image and of public numbers alone.
     """
 
     values_NWF: Tensor
@@ -50,7 +51,7 @@ class Features:
 
     @property
     def ways(self) -> int:
-        """How many rows of features a picture has."""
+        """How many rows of features an image has."""
         return self.values_NWF.shape[1]
 
     @cached_property
@@ -69,7 +70,7 @@ def extract(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> Features:
-    """The features of every uint8 picture, of its mirror image too if asked for. ``front`` is in evaluation mode."""
+    """The features of every uint8 image, of its mirror image too if asked for. ``front`` is in evaluation mode."""
     blank = images.new_zeros((BATCH, *images.shape[1:]))
     with torch.no_grad():
         shape_WF = _look(front, blank, normalisation, mirrored=mirrored, device=device).shape[1:]
@@ -145,21 +146,21 @@ class FeatureBatch:
 @final
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Features on their device, the ways of one picture neighbours."""
+    """Features on their device, the ways of one image neighbours."""
 
     values: Tensor
     labels: Tensor
     ways: int
 
     def gather(self, rows_UR: NDArray[np.int64]) -> Microbatch:
-        pictures = np.repeat(rows_UR.reshape(-1), self.ways)
+        images = np.repeat(rows_UR.reshape(-1), self.ways)
         way = np.tile(np.arange(self.ways), rows_UR.size)
         device = self.values.device
-        of_picture = torch.from_numpy(np.maximum(pictures, 0)).to(device)
-        of_row = of_picture * self.ways + torch.from_numpy(way).to(device)
+        of_image = torch.from_numpy(np.maximum(images, 0)).to(device)
+        of_row = of_image * self.ways + torch.from_numpy(way).to(device)
         inputs = self.values.index_select(0, of_row).to(torch.float32)
-        targets = self.labels.index_select(0, of_picture)
-        inputs, targets = blank_absent(inputs, targets, pictures)
+        targets = self.labels.index_select(0, of_image)
+        inputs, targets = blank_absent(inputs, targets, images)
         return Microbatch(inputs, targets, torch.from_numpy(row_weights(rows_UR, self.ways)).to(device))
 
 
@@ -180,7 +181,7 @@ def kept_features(folder: Path, key: str, compute: Callable[[], Features]) -> Fe
 
 
 def _require_own(folder: Path) -> None:
-    """Make the folder, or refuse one that others can list or write to: what lies there is as sensitive as pictures."""
+    """Make the folder, or refuse one that others can list or write to: what lies there is as sensitive as images."""
     with disk_errors(f"keep features in {folder}"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = folder.lstat()

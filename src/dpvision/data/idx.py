@@ -88,7 +88,7 @@ def load_idx(folder: Path, split: str, *, name: str, class_names: tuple[str, ...
     images, labels = read_idx(paths["images"]), read_idx(paths["labels"])
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
         raise DataError(
-            f"{shown(folder)}: pictures {images.shape} and labels {labels.shape} of the {split} split don't match."
+            f"{shown(folder)}: images {images.shape} and labels {labels.shape} of the {split} split don't match."
         )
     names = class_names or tuple(str(label) for label in range(int(labels.max(initial=0)) + 1))
     return store_of_arrays(images=images[:, None], labels=labels, class_names=names, name=f"{name} {split}")

@@ -12,13 +12,13 @@ from typing import final
 import numpy as np
 import torch
 
-from dpvision.data.images import SUFFIXES, Looks, decode_all, for_each, is_picture, look
+from dpvision.data.images import SUFFIXES, Looks, decode_all, for_each, is_image, look
 from dpvision.data.options import LoadOptions, Progress
 from dpvision.data.store import ImageStore
 from dpvision.data.units import TEST_FOLDERS, TRAIN_FOLDER, unit_names, unit_numbers
 from dpvision.errors import DataError, bad_files_text, printable, shown, some_of
 
-# Sides tried, largest first, when pictures have no common size and none is asked for.
+# Sides tried, largest first, when images have no common size and none is asked for.
 USUAL_SIDES = (128, 96, 64, 32)
 MAX_COMMON_SIDE = 256
 
@@ -26,7 +26,7 @@ MAX_COMMON_SIDE = 256
 @final
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """The pictures below a folder of class folders, sorted by name. ``files`` are paths below ``root``."""
+    """The images below a folder of class folders, sorted by name. ``files`` are paths below ``root``."""
 
     root: Path
     class_names: tuple[str, ...]
@@ -46,7 +46,7 @@ class Listing:
 
 
 def split_folders(root: Path) -> tuple[Path, Path | None]:
-    """Where the training pictures and the public test pictures lie.
+    """Where the training images and the public test images lie.
 
     Only a folder with nothing but split folders in it is one of splits: "train" may be a class of vehicles.
     """
@@ -58,19 +58,19 @@ def split_folders(root: Path) -> tuple[Path, Path | None]:
 
 
 def list_classes(root: Path, *, class_names: Sequence[str] | None = None, least: int = 2) -> Listing:
-    """The pictures of a folder of class folders. Classes are folder names, with or without pictures in them."""
+    """The images of a folder of class folders. Classes are folder names, with or without images in them."""
     found = _folders(root)
     if not found:
-        raise DataError(f"{shown(root)} has no class folders: put the pictures of each class into a folder of its own.")
+        raise DataError(f"{shown(root)} has no class folders: put the images of each class into a folder of its own.")
     if class_names is None and len(found) < least:
         raise DataError(f"{shown(root)} has only one class folder, {shown(found[0])}: at least {least} are needed.")
     unknown = [name for name in found if class_names is not None and name not in class_names]
     if unknown:
         raise DataError(f"{shown(root)} has folders that are no class of this model: {some_of(unknown)}.")
     everything = [file for name in found for file in files_below(root / name, prefix=name)]
-    files = sorted(file for file in everything if is_picture(Path(file)))
+    files = sorted(file for file in everything if is_image(Path(file)))
     if not files:
-        raise DataError(f"{shown(root)} has no pictures in its class folders ({', '.join(sorted(SUFFIXES))}).")
+        raise DataError(f"{shown(root)} has no images in its class folders ({', '.join(sorted(SUFFIXES))}).")
     names = tuple(found if class_names is None else class_names)
     return Listing(root=root, class_names=names, files=tuple(files), ignored=len(everything) - len(files))
 
@@ -84,7 +84,7 @@ def load_listing(
     also_known: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ImageStore:
-    """The pictures of a listing as one store; units by the options."""
+    """The images of a listing as one store; units by the options."""
     units = unit_names(listing.files, options=options, also_known=also_known)
     names = [printable(file) for file in listing.files]
     images, good, bad = decode_all(
@@ -96,7 +96,7 @@ def load_listing(
         progress=progress,
     )
     if not good:
-        raise DataError(f"{shown(listing.root)}: all {len(names)} pictures were skipped: {bad_files_text(bad)}.")
+        raise DataError(f"{shown(listing.root)}: all {len(names)} images were skipped: {bad_files_text(bad)}.")
     owners = None if units is None else tuple(units[row] for row in good)
     return ImageStore(
         images=images,
@@ -111,9 +111,9 @@ def load_listing(
 
 
 def shape_for(listing: Listing, options: LoadOptions, *, progress: Progress | None = None) -> tuple[int, int, int]:
-    """The shape that the pictures get: as asked for, or by what most of the headers say.
+    """The shape that the images get: as asked for, or by what most of the headers say.
 
-    Most, not all: one odd picture among many must not change what everybody can see of the run.
+    Most, not all: one odd image among many must not change what everybody can see of the run.
     """
     if options.size is not None and options.channels is not None:
         return options.channels, *options.size
@@ -125,19 +125,19 @@ def shape_for(listing: Listing, options: LoadOptions, *, progress: Progress | No
 
 def _looks(listing: Listing, *, skip_bad: bool, progress: Progress | None) -> list[Looks]:
     paths = listing.paths
-    found = for_each(lambda row: look(paths[row]), len(paths), what="looking at pictures", progress=progress)
+    found = for_each(lambda row: look(paths[row]), len(paths), what="looking at images", progress=progress)
     good = [each for each in found if isinstance(each, Looks)]
     bad = [(file, each) for file, each in zip(listing.files, found, strict=True) if isinstance(each, str)]
     if bad and (not skip_bad or not good):
         raise DataError(
-            f"{len(bad)} of {len(paths)} pictures can't be read: {bad_files_text(bad)}. "
+            f"{len(bad)} of {len(paths)} images can't be read: {bad_files_text(bad)}. "
             "Repair or remove them, or leave them out with skip_bad."
         )
     return good
 
 
 def usual_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The size that more than half of the pictures have; else the largest usual square that half of them fill."""
+    """The size that more than half of the images have; else the largest usual square that half of them fill."""
     size, count = Counter(sizes).most_common(1)[0]
     if 2 * count > len(sizes) and max(size) <= MAX_COMMON_SIDE:
         return size

@@ -1,8 +1,8 @@
 """Numbers of any kind into bytes: intensities by a public window, masks by their rules.
 
-Pictures that are arrays already: other sizes and numbers of channels.
+Images that are arrays already: other sizes and numbers of channels.
 
-Picture files into bytes of one shape. A file is hostile until decoded: limits first, and every failure is named.
+Image files into bytes of one shape. A file is hostile until decoded: limits first, and every failure is named.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ def mask_class_names(masks: Sequence[NDArray[Any]], mask_classes: MaskClasses) -
 
 
 CHUNK_ROWS = 1024
-# The integer form of the ITU-R 601 weights, as Pillow uses it: an array and a picture file give the same grey.
+# The integer form of the ITU-R 601 weights, as Pillow uses it: an array and an image file give the same grey.
 GREY_WEIGHTS = (19595, 38470, 7471)
 
 
 def fit(store: ImageStore, options: LoadOptions) -> ImageStore:
-    """The store with the size and the channels that the options ask for; masks are resized with their pictures."""
+    """The store with the size and the channels that the options ask for; masks are resized with their images."""
     size = options.size or store.image_shape[1:]
     images = resized(with_channels(store.images, options.channels), size, squash=options.squash)
     if images is store.images:
@@ -97,7 +97,7 @@ def fit(store: ImageStore, options: LoadOptions) -> ImageStore:
 
 
 def cover_box(height: int, width: int, size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The largest central part (left, top, right, bottom) of a picture that has the proportions of ``size``."""
+    """The largest central part (left, top, right, bottom) of an image that has the proportions of ``size``."""
     scale = min(height / size[0], width / size[1])
     box_height, box_width = size[0] * scale, size[1] * scale
     top, left = (height - box_height) / 2, (width - box_width) / 2
@@ -105,7 +105,7 @@ def cover_box(height: int, width: int, size: tuple[int, int]) -> tuple[float, fl
 
 
 def with_channels(images: Tensor, channels: int | None) -> Tensor:
-    """Grey pictures in colour, or the other way round."""
+    """Grey images in colour, or the other way round."""
     found = images.shape[1]
     if channels is None or channels == found:
         return images
@@ -113,7 +113,7 @@ def with_channels(images: Tensor, channels: int | None) -> Tensor:
         return images.repeat(1, channels, 1, 1)
     if found == 3:
         return torch.cat([_grey(part) for part in images.split(CHUNK_ROWS)]) if len(images) else images[:, :1]
-    raise DataError(f"pictures with {found} channels can't be shown with {channels}.")
+    raise DataError(f"images with {found} channels can't be shown with {channels}.")
 
 
 def _grey(images: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _grey(images: Tensor) -> Tensor:
 
 
 def resized(images_NCHW: Tensor, size: tuple[int, int], *, squash: bool) -> Tensor:
-    """Pictures scaled to cover ``size`` and cropped in the middle, or squashed to it."""
+    """Images scaled to cover ``size`` and cropped in the middle, or squashed to it."""
     if tuple(images_NCHW.shape[2:]) == size:
         return images_NCHW
     if not len(images_NCHW):
@@ -160,9 +160,9 @@ def _cover(height: int, width: int, size: tuple[int, int], *, squash: bool) -> t
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"})
 # A JPEG that holds several views ("MPO", as many phones write) comes with JPEG.
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP")
-# A picture of this many pixels is a decompression bomb or a mistake; it is Pillow's own warning limit.
+# An image of this many pixels is a decompression bomb or a mistake; it is Pillow's own warning limit.
 MAX_PIXELS = 89_478_485
-# Decoding takes up to 16 bytes a pixel: pictures of more than this wait for each other, lest the memory be full.
+# Decoding takes up to 16 bytes a pixel: images of more than this wait for each other, lest the memory be full.
 LARGE_PIXELS = 1 << 23
 GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"})
 SIXTEEN_BIT = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
@@ -184,43 +184,43 @@ Result = TypeVar("Result")
 @final
 @dataclass(frozen=True)
 class Looks:
-    """What a picture's header says."""
+    """What an image's header says."""
 
     height: int
     width: int
     grey: bool
 
 
-def is_picture(path: Path) -> bool:
-    """Whether the name is that of a picture; hidden files are none."""
+def is_image(path: Path) -> bool:
+    """Whether the name is that of an image; hidden files are none."""
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
 
 
 def look(path: Path) -> Looks:
-    """Size and kind of a picture, from its header."""
-    with opened(path) as picture:
-        width, height = picture.size
-        if _orientation(picture) >= 5:
+    """Size and kind of an image, from its header."""
+    with opened(path) as image:
+        width, height = image.size
+        if _orientation(image) >= 5:
             width, height = height, width
-        return Looks(height, width, picture.mode in GREY_MODES)
+        return Looks(height, width, image.mode in GREY_MODES)
 
 
 def decode(path: Path, *, image_shape: tuple[int, int, int], squash: bool = False) -> NDArray[np.uint8]:
-    """One picture as bytes (C, H, W): turned upright, made grey or colour, scaled to cover the shape and cropped.
+    """One image as bytes (C, H, W): turned upright, made grey or colour, scaled to cover the shape and cropped.
 
     Transparent parts are laid over black; 16-bit values are scaled from their full range.
     """
     channels, *size = image_shape
-    with opened(path) as picture:
-        picture.load()
-        flat = upright(_flattened(picture).convert("L" if channels == 1 else "RGB"), picture)
+    with opened(path) as image:
+        image.load()
+        flat = upright(_flattened(image).convert("L" if channels == 1 else "RGB"), image)
     flat = scaled(flat, (size[0], size[1]), squash=squash, method=Image.Resampling.BILINEAR)
     return np.asarray(flat).reshape(*size, channels).transpose(2, 0, 1)
 
 
-def upright(flat: Image.Image, picture: Image.Image) -> Image.Image:
-    """``flat`` turned as the EXIF orientation of ``picture``, which it was made of, asks for."""
-    turn = _TURNS.get(_orientation(picture))
+def upright(flat: Image.Image, image: Image.Image) -> Image.Image:
+    """``flat`` turned as the EXIF orientation of ``image``, which it was made of, asks for."""
+    turn = _TURNS.get(_orientation(image))
     return flat if turn is None else flat.transpose(turn)
 
 
@@ -243,7 +243,7 @@ def for_each(
     """``work`` on every number below ``count`` in a few threads, in order: its result, or why the file is bad."""
     workers = min(workers, os.cpu_count() or 1)
     results: list[Result | str] = []
-    with _pillow_manners(), ThreadPoolExecutor(workers, thread_name_prefix="dpvision-pictures") as pool:
+    with _pillow_manners(), ThreadPoolExecutor(workers, thread_name_prefix="dpvision-images") as pool:
         try:
             for result in pool.map(lambda row: _tried(work, row), range(count)):
                 results.append(result)
@@ -263,24 +263,24 @@ def decode_all(
     skip_bad: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Tensor, list[int], tuple[tuple[str, str], ...]]:
-    """Pictures as one uint8 tensor, which of the paths they are, and what was skipped and why."""
+    """Images as one uint8 tensor, which of the paths they are, and what was skipped and why."""
     pixels = _reserved(len(paths), image_shape)
 
     def fill(row: int) -> None:
         pixels[row] = decode(paths[row], image_shape=image_shape, squash=squash)
 
-    reasons = for_each(fill, len(paths), what="reading pictures", progress=progress)
+    reasons = for_each(fill, len(paths), what="reading images", progress=progress)
     bad = tuple((name, reason) for name, reason in zip(names, reasons, strict=True) if reason is not None)
     if bad and not skip_bad:
         raise DataError(
-            f"{len(bad)} of {len(paths)} pictures can't be read: {bad_files_text(bad)}. "
+            f"{len(bad)} of {len(paths)} images can't be read: {bad_files_text(bad)}. "
             "Repair or remove them, or leave them out with skip_bad."
         )
     good = [row for row, reason in enumerate(reasons) if reason is None]
     return torch.from_numpy(pixels[good] if bad else pixels), good, bad
 
 
-def load_pictures(
+def load_images(
     paths: Sequence[Path | str],
     *,
     image_shape: tuple[int, int, int],
@@ -288,16 +288,16 @@ def load_pictures(
     skip_bad: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Tensor, tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Pictures, and all pictures below folders, as uint8 (N, C, H, W); their names; and (name, reason) of the skipped.
+    """Images, and all images below folders, as uint8 (N, C, H, W); their names; and (name, reason) of the skipped.
 
-    A file that is named is tried whatever its suffix; below a folder only files with a picture's suffix count.
+    A file that is named is tried whatever its suffix; below a folder only files with an image's suffix count.
     """
     found = []
     for path in paths:
         with reading(path):
             found += _expanded(Path(path))
     if not found:
-        raise DataError(f"no pictures given: name files or folders with {', '.join(sorted(SUFFIXES))} files.")
+        raise DataError(f"no images given: name files or folders with {', '.join(sorted(SUFFIXES))} files.")
     names = [printable(path) for path in found]
     pixels, good, bad = decode_all(
         found, names, image_shape=image_shape, squash=squash, skip_bad=skip_bad, progress=progress
@@ -307,7 +307,7 @@ def load_pictures(
 
 def _expanded(path: Path) -> list[Path]:
     if path.is_dir():
-        return sorted(file for file in path.rglob("*") if is_picture(file) and file.is_file())
+        return sorted(file for file in path.rglob("*") if is_image(file) and file.is_file())
     if not path.exists():
         raise DataError(f"{shown(path)} does not exist.")
     return [path]
@@ -316,7 +316,7 @@ def _expanded(path: Path) -> list[Path]:
 def _reserved(rows: int, image_shape: tuple[int, int, int]) -> NDArray[np.uint8]:
     if len(image_shape) != 3 or image_shape[0] not in (1, 3) or min(image_shape) < 1:
         raise ArgumentError(f"image_shape must be (1 or 3, height, width), got {image_shape}.")
-    what = f"{rows} pictures of {image_shape}"
+    what = f"{rows} images of {image_shape}"
     require_memory(rows * math.prod(image_shape), what)
     with reading(what):
         return np.zeros((rows, *image_shape), dtype=np.uint8)
@@ -342,49 +342,49 @@ def _pillow_manners() -> Iterator[None]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Image.Image]:
-    """A picture whose header is within limits; its pixels are not decoded yet."""
+    """An image whose header is within limits; its pixels are not decoded yet."""
     # By its content, not by its name: Pillow maps a named raw TIFF into memory and garbles it when it is turned.
-    with open_regular(path) as file, _identified(file) as picture:
-        if picture.width * picture.height > MAX_PIXELS:
+    with open_regular(path) as file, _identified(file) as image:
+        if image.width * image.height > MAX_PIXELS:
             raise BadFile(f"more than {MAX_PIXELS} pixels")
-        frames = getattr(picture, "n_frames", 1)
-        if frames > 1 and picture.format != "MPO":
-            raise BadFile(f"{frames} frames or pages; store each as a picture of its own")
-        with _ONE_LARGE if picture.width * picture.height > LARGE_PIXELS else nullcontext():
-            yield picture
+        frames = getattr(image, "n_frames", 1)
+        if frames > 1 and image.format != "MPO":
+            raise BadFile(f"{frames} frames or pages; store each as an image of its own")
+        with _ONE_LARGE if image.width * image.height > LARGE_PIXELS else nullcontext():
+            yield image
 
 
 def _identified(file: BinaryIO) -> Image.Image:
     try:
         return Image.open(file, formats=FORMATS)
     except UnidentifiedImageError as error:
-        raise BadFile("not a picture of a known format" if file.seek(0, 2) else "empty file") from error
+        raise BadFile("not an image of a known format" if file.seek(0, 2) else "empty file") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadFile(f"more than {MAX_PIXELS} pixels") from error
 
 
-def _orientation(picture: Image.Image) -> int:
+def _orientation(image: Image.Image) -> int:
     # Pillow turns a TIFF by itself. A PNG tells its EXIF only after decoding unless it comes first.
-    if picture.format == "TIFF" or (picture.format == "PNG" and "exif" not in picture.info):
+    if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
-    value: Any = picture.getexif().get(_ORIENTATION_TAG, 1)
+    value: Any = image.getexif().get(_ORIENTATION_TAG, 1)
     return value if isinstance(value, int) else 1
 
 
-def _flattened(picture: Image.Image) -> Image.Image:
+def _flattened(image: Image.Image) -> Image.Image:
     """8 bits, no transparency."""
-    if picture.mode == "F":
+    if image.mode == "F":
         raise BadFile("floating-point pixels, whose range nobody knows; store 8 or 16 bits")
-    if picture.mode in SIXTEEN_BIT:
-        return _eight_bits(picture)
-    if picture.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in picture.info:
-        layer = picture.convert("RGBA")
+    if image.mode in SIXTEEN_BIT:
+        return _eight_bits(image)
+    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+        layer = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", layer.size, (0, 0, 0, 255)), layer)
-    return picture if picture.mode in ("L", "RGB") else picture.convert("L" if picture.mode == "1" else "RGB")
+    return image if image.mode in ("L", "RGB") else image.convert("L" if image.mode == "1" else "RGB")
 
 
-def _eight_bits(picture: Image.Image) -> Image.Image:
-    values = np.asarray(picture).astype(np.int32)
+def _eight_bits(image: Image.Image) -> Image.Image:
+    values = np.asarray(image).astype(np.int32)
     if values.min() < 0 or values.max() > 65535:
         raise BadFile("pixels outside 16 bits")
     return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))

@@ -109,7 +109,7 @@ def _segmented(
 ) -> tuple[ImageStore, ImageStore | None]:
     path = Path(source)
     if _is_name(source) or _is_known_folder(path):
-        raise DataError(f"{shown(source)} has one class a picture and no masks: it is no source for segmentation.")
+        raise DataError(f"{shown(source)} has one class an image and no masks: it is no source for segmentation.")
     _require_path(source)
     if class_names is not None and options.mask_classes == "merged" and len(class_names) != 2:
         raise DataError(f"merged masks have 2 classes, the model has {len(class_names)}: take mask_classes=classes.")
@@ -239,7 +239,7 @@ def _public_facts(
 def _shape_origin(source: str | Path, options: LoadOptions) -> str:
     if options.size and options.channels:
         return "options"
-    return "source" if _is_name(source) or not Path(source).is_dir() else "most of the pictures"
+    return "source" if _is_name(source) or not Path(source).is_dir() else "most of the images"
 
 
 def _is_name(source: str | Path) -> bool:

@@ -1,6 +1,6 @@
-"""Mask pictures: one class for each pixel, by its number, and never a mixture of two.
+"""Mask images: one class for each pixel, by its number, and never a mixture of two.
 
-Pictures and their masks, or volumes and theirs, by matching names: one store with a class for each pixel.
+Images and their masks, or volumes and theirs, by matching names: one store with a class for each pixel.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dpvision.data.images import (
     SIXTEEN_BIT,
     decode,
     for_each,
-    is_picture,
+    is_image,
     look,
     mask_bytes,
     mask_class_names,
@@ -39,8 +39,8 @@ from dpvision.data.nifti import (
     open_volume,
     require_nibabel,
     require_same_place,
+    volume_images,
     volume_masks,
-    volume_pictures,
     volume_shape,
 )
 from dpvision.data.options import LoadOptions, MaskClasses, Progress
@@ -56,11 +56,11 @@ JPEG_THRESHOLD = 128
 def decode_mask(
     path: Path, *, size: tuple[int, int], squash: bool = False, mask_classes: MaskClasses = "merged"
 ) -> NDArray[np.uint8]:
-    """One mask (H, W), scaled and cropped as its picture is, each pixel by the nearest one."""
-    with opened(path) as picture:
-        picture.load()
-        classes = mask_bytes(_numbers(picture, mask_classes), mask_classes)
-        flat = upright(Image.fromarray(classes), picture)
+    """One mask (H, W), scaled and cropped as its image is, each pixel by the nearest one."""
+    with opened(path) as image:
+        image.load()
+        classes = mask_bytes(_numbers(image, mask_classes), mask_classes)
+        flat = upright(Image.fromarray(classes), image)
     return np.asarray(scaled(flat, size, squash=squash, method=Image.Resampling.NEAREST))
 
 
@@ -72,19 +72,19 @@ def with_foreground(store: ImageStore) -> ImageStore:
     return store if len(rows) == store.num_rows else replace(store.select_rows(rows), skipped=store.skipped)
 
 
-def _numbers(picture: Image.Image, mask_classes: MaskClasses) -> NDArray[Any]:
+def _numbers(image: Image.Image, mask_classes: MaskClasses) -> NDArray[Any]:
     """A mask's numbers: those of a palette by index, of a lossy file by a threshold."""
-    if picture.format in ("JPEG", "MPO"):
+    if image.format in ("JPEG", "MPO"):
         if mask_classes != "merged":
             raise BadFile("a JPEG does not keep the numbers of classes; store the mask as PNG or TIFF")
-        return np.asarray(picture.convert("L")) >= JPEG_THRESHOLD
-    if picture.format == "WEBP":
+        return np.asarray(image.convert("L")) >= JPEG_THRESHOLD
+    if image.format == "WEBP":
         raise BadFile("a WebP may have lost numbers; store the mask as PNG or TIFF")
-    if picture.mode in ("1", "L", "P") or picture.mode in SIXTEEN_BIT:
-        return np.asarray(picture)
-    if picture.mode == "RGB" and mask_classes == "merged":
-        return np.asarray(picture).max(axis=2)
-    raise BadFile(f"a mask needs one channel of whole numbers, got {picture.mode}; store it grey or with a palette")
+    if image.mode in ("1", "L", "P") or image.mode in SIXTEEN_BIT:
+        return np.asarray(image)
+    if image.mode == "RGB" and mask_classes == "merged":
+        return np.asarray(image).max(axis=2)
+    raise BadFile(f"a mask needs one channel of whole numbers, got {image.mode}; store it grey or with a palette")
 
 
 MASK_ENDINGS = ("_mask", "_seg", "_label")
@@ -112,7 +112,7 @@ class Pairs:
 @final
 @dataclass(frozen=True)
 class _Rows:
-    """What one file gave: pictures, masks and the names of the rows."""
+    """What one file gave: images, masks and the names of the rows."""
 
     images_NCHW: Tensor
     masks_NHW: Tensor
@@ -126,7 +126,7 @@ def load_pairs(
     class_names: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> tuple[ImageStore, ImageStore | None]:
-    """The training part of a folder of pictures or volumes with masks, and its test part if it has train/ and test/.
+    """The training part of a folder of images or volumes with masks, and its test part if it has train/ and test/.
 
     Public data has one part: the test part, if there is one.
     """
@@ -152,23 +152,23 @@ def load_pairs(
     return train, reader.store(parts[1], owners, name=f"{name} test", class_names=train.class_names)
 
 
-def find_pairs(pictures: Path, masks: Path) -> Pairs:
-    """Each picture with the mask of its name; a picture or a mask that is alone is refused."""
-    if pictures.is_file() and masks.is_file():
-        return Pairs(root=pictures.parent, mask_root=masks.parent, files=(pictures.name,), masks=(masks.name,))
-    if not (pictures.is_dir() and masks.is_dir()):
-        raise DataError(f"{shown(pictures)} and {shown(masks)} must be two folders or two files that exist.")
-    files, answers = _files(pictures), _files(masks)
-    if pictures.samefile(masks):
+def find_pairs(images: Path, masks: Path) -> Pairs:
+    """Each image with the mask of its name; an image or a mask that is alone is refused."""
+    if images.is_file() and masks.is_file():
+        return Pairs(root=images.parent, mask_root=masks.parent, files=(images.name,), masks=(masks.name,))
+    if not (images.is_dir() and masks.is_dir()):
+        raise DataError(f"{shown(images)} and {shown(masks)} must be two folders or two files that exist.")
+    files, answers = _files(images), _files(masks)
+    if images.samefile(masks):
         files = [file for file in files if _bare(_stem(file)) == _stem(file)]
         answers = [file for file in answers if file not in files]
     if not files:
-        raise DataError(f"{shown(pictures)} has no pictures and no volumes (.nii, .nii.gz).")
+        raise DataError(f"{shown(images)} has no images and no volumes (.nii, .nii.gz).")
     volumes = {is_volume(Path(file)) for file in files}
     if len(volumes) > 1:
-        raise DataError(f"{shown(pictures)} has pictures and volumes: keep them in folders of their own.")
+        raise DataError(f"{shown(images)} has images and volumes: keep them in folders of their own.")
     answers = [file for file in answers if is_volume(Path(file)) in volumes]
-    return Pairs(root=pictures, mask_root=masks, files=tuple(files), masks=_matched(files, answers))
+    return Pairs(root=images, mask_root=masks, files=tuple(files), masks=_matched(files, answers))
 
 
 def _matched(files: Sequence[str], answers: Sequence[str]) -> tuple[str, ...]:
@@ -176,32 +176,32 @@ def _matched(files: Sequence[str], answers: Sequence[str]) -> tuple[str, ...]:
     stems = {_stem(file) for file in files}
     key_of = {file: stem if (stem := _stem(file)) in stems else _bare(stem) for file in answers}
     problems = []
-    for what, keys in (("pictures", list(map(_stem, files))), ("masks", list(key_of.values()))):
+    for what, keys in (("images", list(map(_stem, files))), ("masks", list(key_of.values()))):
         twice = [key for key, count in Counter(keys).items() if count > 1]
         problems += [f"{len(twice)} names belong to several {what}: {some_of(twice)}."] if twice else []
     mask_of = {key: file for file, key in key_of.items()}
     alone = [file for file in files if _stem(file) not in mask_of]
-    problems += [f"{len(alone)} pictures have no mask: {some_of(alone)}."] if alone else []
+    problems += [f"{len(alone)} images have no mask: {some_of(alone)}."] if alone else []
     alone = [file for file, key in key_of.items() if key not in stems]
-    problems += [f"{len(alone)} masks have no picture: {some_of(alone)}."] if alone else []
+    problems += [f"{len(alone)} masks have no image: {some_of(alone)}."] if alone else []
     if problems:
-        problems.append("A mask has its picture's name, or that and _mask, _seg or _label.")
+        problems.append("A mask has its image's name, or that and _mask, _seg or _label.")
         raise DataError(" ".join(problems))
     return tuple(mask_of[_stem(file)] for file in files)
 
 
-def _splits(pictures: Path, masks: Path) -> list[tuple[Path, Path]]:
-    """Where the pictures and masks of each part are: train/ and test/ must be in both folders, or in none."""
-    if not pictures.is_dir():
-        return [(pictures, masks)]
-    train, test = split_folders(pictures)
-    if train == pictures:
-        return [(pictures, masks)]
+def _splits(images: Path, masks: Path) -> list[tuple[Path, Path]]:
+    """Where the images and masks of each part are: train/ and test/ must be in both folders, or in none."""
+    if not images.is_dir():
+        return [(images, masks)]
+    train, test = split_folders(images)
+    if train == images:
+        return [(images, masks)]
     return [(part, masks / part.name) for part in (train, test) if part is not None]
 
 
 def _files(root: Path) -> list[str]:
-    return sorted(file for file in files_below(root) if is_picture(Path(file)) or is_volume(Path(file)))
+    return sorted(file for file in files_below(root) if is_image(Path(file)) or is_volume(Path(file)))
 
 
 def _stem(file: str) -> str:
@@ -292,41 +292,41 @@ class _Reader:
 
     def _read(self, pairs: Pairs) -> tuple[list[_Rows], list[int], tuple[tuple[str, str], ...]]:
         """The rows of the files that can be used, which files those are, and what was skipped and why."""
-        read = self._volume if pairs.volumes else self._picture
+        read = self._volume if pairs.volumes else self._image
         # A volume has at least one slice.
-        require_memory(len(pairs.files) * math.prod(self.image_shape), f"{len(pairs.files)} pictures with masks")
+        require_memory(len(pairs.files) * math.prod(self.image_shape), f"{len(pairs.files)} images with masks")
         results = for_each(
             lambda n: read(pairs, n),
             len(pairs.files),
-            what="reading pictures and masks",
+            what="reading images and masks",
             progress=self.progress,
             workers=VOLUME_WORKERS if pairs.volumes else MAX_WORKERS,
         )
         bad = tuple((printable(pairs.files[n]), why) for n, why in enumerate(results) if isinstance(why, str))
         if bad and (not self.options.skip_bad or len(bad) == len(results)):
             raise DataError(
-                f"{len(bad)} of {len(results)} pictures or their masks can't be used: {bad_files_text(bad)}. "
+                f"{len(bad)} of {len(results)} images or their masks can't be used: {bad_files_text(bad)}. "
                 "Repair or remove them, or leave some of them out with skip_bad."
             )
         good = [n for n, rows in enumerate(results) if not isinstance(rows, str)]
         return [rows for rows in results if not isinstance(rows, str)], good, bad
 
-    def _picture(self, pairs: Pairs, n: int) -> _Rows:
+    def _image(self, pairs: Pairs, n: int) -> _Rows:
         path, mask_path, squash = pairs.root / pairs.files[n], pairs.mask_root / pairs.masks[n], self.options.squash
         size = self.image_shape[1:]
-        picture = decode(path, image_shape=self.image_shape, squash=squash)
+        image = decode(path, image_shape=self.image_shape, squash=squash)
         with _about(mask_path):
             here, there = look(path), look(mask_path)
             if (here.height, here.width) != (there.height, there.width):
-                raise BadFile(f"{there.height}×{there.width}, but its picture is {here.height}×{here.width}")
+                raise BadFile(f"{there.height}×{there.width}, but its image is {here.height}×{here.width}")
             mask = decode_mask(mask_path, size=size, squash=squash, mask_classes=self.options.mask_classes)
         # Copies: Pillow's own memory is read-only.
-        images, masks = (torch.from_numpy(each.copy())[None] for each in (picture, mask))
+        images, masks = (torch.from_numpy(each.copy())[None] for each in (image, mask))
         return _Rows(images, masks, (printable(pairs.files[n]),))
 
     def _volume(self, pairs: Pairs, n: int) -> _Rows:
         volume = open_volume(pairs.root / pairs.files[n])
-        images = volume_pictures(volume, image_shape=self.image_shape, options=self.options)
+        images = volume_images(volume, image_shape=self.image_shape, options=self.options)
         mask_path = pairs.mask_root / pairs.masks[n]
         with _about(mask_path):
             mask = open_volume(mask_path)

@@ -110,7 +110,7 @@ def volume_shape(path: Path) -> tuple[int, int, int]:
         return _shape(_header(file))
 
 
-def volume_pictures(volume: Volume, *, image_shape: tuple[int, int, int], options: LoadOptions) -> Tensor:
+def volume_images(volume: Volume, *, image_shape: tuple[int, int, int], options: LoadOptions) -> Tensor:
     """The slices as uint8 (S, C, H, W), by the options' window, or by the volume's own if they have none."""
     channels, *size = image_shape
     window = volume.own_window() if options.window is None else options.window

@@ -52,7 +52,7 @@ class Normalisation:
         return images.to(torch.float32, memory_format=memory_format, copy=True).mul_(scale).add_(shift)
 
     def for_channels(self, channels: int) -> Normalisation:
-        """The same constants for grey pictures shown as colour, or colour shown as grey.
+        """The same constants for grey images shown as colour, or colour shown as grey.
 
         The grey mean is the luma-weighted mean; the grey std is the weighted sum of the stds, which bounds it.
         """

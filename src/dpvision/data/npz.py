@@ -70,13 +70,13 @@ def _part(arrays: dict[str, NDArray[Any]], split: str, options: LoadOptions, pat
 
 
 def _store(part: _Part, names: tuple[str, ...], *, name: str, path: Path, options: LoadOptions) -> ImageStore:
-    pixels = _pictures(part.images, options.window, path)
+    pixels = _images(part.images, options.window, path)
     answers, owners, rows = part.answers, part.owners, len(pixels)
     wanted = (rows, *pixels.shape[2:]) if options.segmentation else (rows,)
     for what, values, shape in (("labels", answers, wanted), ("units", owners, (rows,))):
         if values is not None and values.shape != shape:
             what = "masks" if len(shape) > 1 else what
-            raise DataError(f"{shown(path)}: {what} {values.shape} don't match {rows} pictures {pixels.shape[2:]}.")
+            raise DataError(f"{shown(path)}: {what} {values.shape} don't match {rows} images {pixels.shape[2:]}.")
     if not options.segmentation:
         answers = _numbered(answers, names, path)
     texts = None if owners is None else _texts(owners)
@@ -110,7 +110,7 @@ def _open(path: Path, unit_column: str | None) -> dict[str, NDArray[Any]]:
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError, zlib.error) as error:
         raise DataError(f"{shown(path)} can't be read as .npz: {shown(error)}.") from error
     if not arrays:
-        raise DataError(f"{shown(path)} has no pictures: its arrays are {some_of(sorted(members), limit=8) or 'none'}.")
+        raise DataError(f"{shown(path)} has no images: its arrays are {some_of(sorted(members), limit=8) or 'none'}.")
     return arrays
 
 
@@ -130,7 +130,7 @@ def _pick(arrays: dict[str, NDArray[Any]], keys: Sequence[str], path: Path) -> N
     raise DataError(f"{shown(path)} has no array named {shown(' or '.join(keys))} beside {some_of(sorted(arrays))}.")
 
 
-def _pictures(images: NDArray[Any], window: tuple[float, float] | None, path: Path) -> NDArray[np.uint8]:
+def _images(images: NDArray[Any], window: tuple[float, float] | None, path: Path) -> NDArray[np.uint8]:
     """Bytes in (N, C, H, W), from the layouts and types that can be told apart without looking at the values."""
     if images.ndim == 3:
         images = images[:, None]
@@ -138,7 +138,7 @@ def _pictures(images: NDArray[Any], window: tuple[float, float] | None, path: Pa
         images = images.transpose(0, 3, 1, 2)
     if images.ndim != 4 or images.shape[1] not in (1, 3) or 0 in images.shape[1:]:
         raise DataError(
-            f"{shown(path)}: pictures must be (N, H, W), (N, H, W, 1 or 3) or (N, 1 or 3, H, W), got {images.shape}."
+            f"{shown(path)}: images must be (N, H, W), (N, H, W, 1 or 3) or (N, 1 or 3, H, W), got {images.shape}."
         )
     if window is None:
         return np.ascontiguousarray(_bytes(images, path))
@@ -159,7 +159,7 @@ def _bytes(images: NDArray[Any], path: Path) -> NDArray[np.uint8]:
     top = {"f": 1, "i": 255, "u": 255}.get(kind)
     if top is None or (images.size and not (images.min() >= 0 and images.max() <= top)):
         raise DataError(
-            f"{shown(path)}: {images.dtype} pictures must be numbers in 0..{top or 255}. Store them as uint8, 0..255, "
+            f"{shown(path)}: {images.dtype} images must be numbers in 0..{top or 255}. Store them as uint8, 0..255, "
             "or give the window of intensities to be seen."
         )
     return np.rint(images.astype(np.float64) * (255 / top)).astype(np.uint8)

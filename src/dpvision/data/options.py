@@ -23,17 +23,17 @@ MAX_SIDE = 4096
 @final
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """``image_size``: side of a square, or (height, width): the picture is scaled to cover it and cropped in the
-    middle, or squashed to it with ``squash``. None keeps the size found, see ``docs/data.md`` for folders.
+    """``image_size``: side of a square, or (height, width): the image is scaled to cover it and cropped in the
+    middle, or squashed to it with ``squash``. None keeps the size found, see ``docs/reference/data.md`` for folders.
 
-    ``channels``: 1 (grey), 3 (colour) or None, as found. ``skip_bad`` leaves out pictures that can't be read.
+    ``channels``: 1 (grey), 3 (colour) or None, as found. ``skip_bad`` leaves out images that can't be read.
 
     Owners: ``unit_column`` (a key of the .npz, or a column of ``unit_csv``), ``unit_csv`` (rows of file, unit),
     ``unit_folder_level`` (1 is the class folder, 2 the folder in it) or ``unit_pattern`` (a regular expression with one
-    group, searched in the file's name); without any, a volume is its own owner, and a picture's owner is not known.
+    group, searched in the file's name); without any, a volume is its own owner, and an image's owner is not known.
     ``units``: owners where they are known ("auto"), each row by itself ("rows"), or owners, which must be known.
 
-    ``segmentation``: every pixel has a class. It stands in ``masks``, a folder beside that of the pictures or a file,
+    ``segmentation``: every pixel has a class. It stands in ``masks``, a folder beside that of the images or a file,
     or in the .npz itself; any value but 0 is foreground ("merged"), or values are classes. ``only_foreground`` leaves
     out rows whose mask is empty. Volumes are cut along ``volume_axis``. Intensities from ``window`` become bytes.
 
@@ -125,7 +125,7 @@ class LoadOptions:
         return replace(self, **nobody, units="rows", public=True)
 
     def like(self, store: ImageStore) -> LoadOptions:
-        """The same, but giving pictures of the shape that ``store`` has."""
+        """The same, but giving images of the shape that ``store`` has."""
         channels, height, width = store.image_shape
         return replace(self, channels=channels, image_size=(height, width))
 

@@ -1,4 +1,4 @@
-"""Normalisation constants from private pictures: one noisy release, charged."""
+"""Normalisation constants from private images: one noisy release, charged."""
 
 from __future__ import annotations
 

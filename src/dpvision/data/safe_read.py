@@ -38,7 +38,7 @@ def _without_waiting(path: str, flags: int) -> int:
 def require_memory(size: int, what: object) -> None:
     """Refuse what would not fit into this machine: the system may end the whole process instead of saying no."""
     if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-        raise DataError(f"{shown(what)} needs {size} bytes, more than this machine has. Use smaller or fewer pictures.")
+        raise DataError(f"{shown(what)} needs {size} bytes, more than this machine has. Use smaller or fewer images.")
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def reading(source: object) -> Iterator[None]:
     except OSError as error:
         raise DataError(f"{shown(source)} can't be read: {shown(error.strerror or error)}.") from error
     except MemoryError as error:
-        raise DataError(f"{shown(source)} does not fit into memory. Use smaller or fewer pictures.") from error
+        raise DataError(f"{shown(source)} does not fit into memory. Use smaller or fewer images.") from error
 
 
 _LARGEST_CHARACTER = 0x10FFFF

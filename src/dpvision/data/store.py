@@ -1,4 +1,4 @@
-"""One dataset in memory: uint8 pictures, their labels or masks, and which privacy unit owns each row."""
+"""One dataset in memory: uint8 images, their labels or masks, and which privacy unit owns each row."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class UnitRows(NamedTuple):
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageStore:
-    """Pictures of one shape with labels and privacy units. Sensitive, unless its owner declares it public.
+    """Images of one shape with labels and privacy units. Sensitive, unless its owner declares it public.
 
-    ``images`` is uint8 (rows, channels, height, width). ``labels`` is int64 (rows,), one class a picture, or uint8
+    ``images`` is uint8 (rows, channels, height, width). ``labels`` is int64 (rows,), one class an image, or uint8
     (rows, height, width), one class a pixel. ``unit_of_row`` is int64 (rows,); units are numbered 0 … num_units - 1 in
     the order in which they first appear. ``owners`` names each row's owner, if known, also where rows are the units.
     """
@@ -77,12 +77,12 @@ class ImageStore:
 
     @property
     def num_rows(self) -> int:
-        """How many pictures there are."""
+        """How many images there are."""
         return len(self.images)
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are, those without a picture included."""
+        """How many classes there are, those without an image included."""
         return len(self.class_names)
 
     @property

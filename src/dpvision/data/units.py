@@ -1,4 +1,4 @@
-"""Who owns each picture: from folders, from names of files, or from a CSV of (file, unit)."""
+"""Who owns each image: from folders, from names of files, or from a CSV of (file, unit)."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ from dpvision.gradients.synthetic_batch import attributes_restored, model_state
 from dpvision.kernels.memory import GivingBack, give_back_freed_memory
 from dpvision.privacy.clipping import Clipper
 from dpvision.privacy.mechanism import Clipping
-from dpvision.privacy.values import Batch, ClippedSum, Microbatch, Sampling
+from dpvision.privacy.sampling import Sampling
+from dpvision.privacy.values import Batch, ClippedSum, Microbatch
 
 
 @final

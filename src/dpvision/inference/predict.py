@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from dpvision.data.images import cover_box, decode, for_each, is_picture, look
-from dpvision.data.nifti import SUFFIXES, is_volume, open_volume, volume_pictures
+from dpvision.data.images import cover_box, decode, for_each, is_image, look
+from dpvision.data.nifti import SUFFIXES, is_volume, open_volume, volume_images
 from dpvision.errors import ArgumentError, DataError, bad_files_text, shown, some_of
 from dpvision.inference.load import ReleasedModel
 from dpvision.inference.mask_metrics import predict_masks
@@ -113,7 +113,7 @@ def _nearest(length: int, start: float, stop: float, size: int) -> tuple[NDArray
 
 def _jobs(source: Path, folder: Path) -> list[_Job]:
     if source.is_dir():
-        files = sorted(file for file in source.rglob("*") if (is_picture(file) or is_volume(file)) and file.is_file())
+        files = sorted(file for file in source.rglob("*") if (is_image(file) or is_volume(file)) and file.is_file())
         if not files:
             raise DataError(f"{shown(source)} has no pictures or volumes.")
         return [_Job(file, folder / file.relative_to(source).parent / _mask_name(file)) for file in files]
@@ -162,7 +162,7 @@ def _read_picture(released: ReleasedModel, source: Path) -> _Seen:
 
 def _read_volume(released: ReleasedModel, source: Path) -> _Seen:
     volume, options = open_volume(source), load_options(released.config)
-    images_SCHW = volume_pictures(volume, image_shape=released.image_shape, options=options)
+    images_SCHW = volume_images(volume, image_shape=released.image_shape, options=options)
     height, width = volume.slices(options.volume_axis).shape[1:]
     return _Seen(images_SCHW, height, width, volume.affine, options.volume_axis)
 

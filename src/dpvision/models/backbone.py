@@ -4,7 +4,7 @@ Shapes: N rows, C channels, H height, W width.
 
 A model cut in two: a front that stays as it is, and the rest, which learns.
 
-What the front makes of a picture never changes, so it need be computed only once.
+What the front makes of an image never changes, so it need be computed only once.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class FrozenBatchNorm(nn.Module):
 
 @final
 class Resize(nn.Module):
-    """Pictures scaled to ``size`` × ``size`` pixels, each by itself."""
+    """Images scaled to ``size`` × ``size`` pixels, each by itself."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Bicubic; smoothed first where the picture becomes smaller."""
+        """Bicubic; smoothed first where the image becomes smaller."""
         if tuple(x_NCHW.shape[-2:]) == (self.size, self.size):
             return x_NCHW
         return functional.interpolate(
@@ -81,7 +81,7 @@ class Resize(nn.Module):
 
 
 def resize(size: int) -> nn.Module:
-    """The layer that resizes to ``size`` pixels; 0 leaves pictures as they are."""
+    """The layer that resizes to ``size`` pixels; 0 leaves images as they are."""
     problems = Problems()
     problems.count("resize_to", size, least=0)
     problems.raise_if_any()

@@ -1,7 +1,7 @@
 """DenseNet-121 with GroupNorm, as SmoothNet's baseline (FACTS §4): the ImageNet stem, unmodified.
 
 Four blocks of 6, 12, 24 and 16 layers that each append 32 channels; between blocks a 1×1 convolution halves the
-channels and a pool the picture. On 32 pixels the last block sees one pixel.
+channels and a pool the image. On 32 pixels the last block sees one pixel.
 """
 
 from __future__ import annotations

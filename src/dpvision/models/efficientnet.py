@@ -209,7 +209,7 @@ def efficientnet_lite0(
     groups: int = 32,
     feature_norm: FeatureNorm = "layer",
 ) -> nn.Module:
-    """EfficientNet-Lite0. ``resize_to`` scales pictures inside the model (0: not at all), so 32 pixels can become 128.
+    """EfficientNet-Lite0. ``resize_to`` scales images inside the model (0: not at all), so 32 pixels can become 128.
 
     ``norm`` "frozen" keeps the published BatchNorm as fixed numbers; "group" makes it a GroupNorm that learns on.
     ``feature_norm`` "layer" standardises each row's 1280 features before the head (FACTS §10); the published network

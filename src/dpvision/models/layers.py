@@ -348,7 +348,7 @@ class StochasticDepth(nn.Module):
 
     It draws from torch's global generator, which the training loop seeds anew for every step.
 
-    Guarantee: each row has a draw of its own that depends on no picture, so no unit notices another through it.
+    Guarantee: each row has a draw of its own that depends on no image, so no unit notices another through it.
     """
 
     def __init__(self, rate: float) -> None:

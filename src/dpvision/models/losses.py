@@ -35,7 +35,7 @@ def loss_for(task: Task, loss: LossName, num_classes: int) -> RowLoss:
     problems.require(loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}, got {loss!r}.")
     problems.require(
         task == "segmentation" or loss == "cross_entropy",
-        f"loss must be cross_entropy where a picture has one class, got {loss!r}. Set task to segmentation for masks.",
+        f"loss must be cross_entropy where an image has one class, got {loss!r}. Set task to segmentation for masks.",
     )
     problems.require(
         task == "classification" or num_classes >= 2, f"masks must have at least two classes, got {num_classes}."
@@ -100,5 +100,5 @@ def _require_maps(outputs: Tensor, targets: Tensor, maps: int) -> None:
     if targets.dim() != 3 or tuple(outputs.shape) != wanted:
         raise ArgumentError(
             f"outputs must be (rows, {maps}, height, width) for masks of {tuple(targets.shape)}, got "
-            f"{tuple(outputs.shape)}. Choose a model that gives maps of the picture's size, such as unet9."
+            f"{tuple(outputs.shape)}. Choose a model that gives maps of the image's size, such as unet9."
         )

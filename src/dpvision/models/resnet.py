@@ -84,7 +84,7 @@ class ResNet:
         return nn.Sequential(conv, self.norms[0].make(64), make_activation(self.activation), *pool)
 
     def _stage(self, index: int, in_channels: int, planes: int, *, out_channels: int) -> nn.Sequential:
-        """All blocks of one size; the first one halves the picture, but for stage 0."""
+        """All blocks of one size; the first one halves the image, but for stage 0."""
         first = self.stage1_activation if index == 0 else None
         activation = first or self.activation
         blocks: list[nn.Module] = []
@@ -195,7 +195,7 @@ def double_unit(channels: int, *, norm: Norm, activation: str, scale_norm: bool)
 class ResNet9(nn.Module):
     """Four convolutions, two residual blocks, adaptive max-pool to 2×2, one linear layer of 1024 inputs.
 
-    The pool makes the number of features, and so of parameters, independent of the picture's size. Blocks have the
+    The pool makes the number of features, and so of parameters, independent of the image's size. Blocks have the
     authors' names, because transfer freezes them by name: conv1, conv2, res1 and conv3 stay, the rest learns.
     """
 

@@ -1,13 +1,13 @@
 """A fixed wavelet scattering transform of order 2 on torch.fft (Bruna & Mallat), equal to kymatio's to float rounding.
 
 Shapes: N rows, C colours, L angles, H and W padded height and width, h and w the output's, P = 1 + JL + J(J−1)/2·L²
-paths. A picture is reflected at its edges, filtered by oriented Morlet wavelets, its modulus is taken, once or twice,
+paths. An image is reflected at its edges, filtered by oriented Morlet wavelets, its modulus is taken, once or twice,
 and each result is blurred by a Gaussian and subsampled by 2^J.
 
 Models on fixed scattering features (FACTS §8: Tramèr & Boneh): a linear one and two small CNNs.
 
 Only what follows the features is learned, so that few parameters carry the noise; at small epsilon that beats deep
-networks. Shapes: N rows, C channels (81 a colour), H and W a quarter of the picture's height and width.
+networks. Shapes: N rows, C channels (81 a colour), H and W a quarter of the image's height and width.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Scattering(nn.Module):
         super().__init__()
         smallest = 2 ** (scales + 1)
         if min(image_size) < smallest:
-            raise ArgumentError(f"scattering needs pictures of at least {smallest} pixels, got {image_size}.")
+            raise ArgumentError(f"scattering needs images of at least {smallest} pixels, got {image_size}.")
         self.image_size, self.scales, self.angles = image_size, scales, angles
         height, width = (padded_size(side, scales=scales) for side in image_size)
         self.padding = (
@@ -149,7 +149,7 @@ class Scattering(nn.Module):
 
     @property
     def features(self) -> int:
-        """Numbers that a colour of a picture becomes."""
+        """Numbers that a colour of an image becomes."""
         return self.paths * self.output_size[0] * self.output_size[1]
 
     def tables(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -165,8 +165,8 @@ class Scattering(nn.Module):
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """Scatter each colour on its own."""
         if tuple(x_NCHW.shape[-2:]) != self.image_size:
-            raise ArgumentError(f"pictures must be {self.image_size} pixels, got {tuple(x_NCHW.shape[-2:])}.")
-        # On the way, a picture takes many times its features' memory: a few at a time.
+            raise ArgumentError(f"images must be {self.image_size} pixels, got {tuple(x_NCHW.shape[-2:])}.")
+        # On the way, an image takes many times its features' memory: a few at a time.
         return torch.cat([self._scattered(some) for some in x_NCHW.split(_TOGETHER)])
 
     def _scattered(self, x_NCHW: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class Scattering(nn.Module):
     def _second_order(self, u1_NCLHW: Tensor, j1: int) -> Tensor:
         """All paths that start at scale ``j1``, by first angle, then second scale and angle."""
         results = []
-        # One angle at a time: all of them at once would hold L² complex pictures a row.
+        # One angle at a time: all of them at once would hold L² complex images a row.
         for u1_NCHW in u1_NCLHW.unbind(-3):
             hat_NCHW = torch.fft.fft2(u1_NCHW)
             for j2 in range(j1 + 1, self.scales):
@@ -212,7 +212,7 @@ Constants = tuple[Sequence[float], Sequence[float]]
 class ChannelConstants(nn.Module):
     """``(x − mean) / std`` with one fixed number a channel; the numbers are saved with the weights.
 
-    Guarantee: they are not learned. Take them from public pictures, or release them with noise and charge that.
+    Guarantee: they are not learned. Take them from public images, or release them with noise and charge that.
     """
 
     mean: Tensor
@@ -241,19 +241,19 @@ class SideBySide(nn.Module):
         return torch.cat([part(x) for part in self.parts], dim=1)
 
 
-def channel_constants(scattering: Scattering, public_pictures: Tensor) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of every scattering channel over pictures that are public.
+def channel_constants(scattering: Scattering, public_images: Tensor) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of every scattering channel over images that are public.
 
-    Guarantee: none. They are released as they are, so they must not come from the private pictures.
+    Guarantee: none. They are released as they are, so they must not come from the private images.
     """
     with torch.no_grad():
-        parts = [scattering(part).double() for part in public_pictures.split(64)]
+        parts = [scattering(part).double() for part in public_images.split(64)]
     var_C, mean_C = torch.var_mean(torch.cat(parts), dim=(0, 2, 3), correction=0)
     return mean_C.tolist(), var_C.sqrt().tolist()
 
 
 def known_constants(name: str) -> Constants:
-    """Channel constants that come with the package: ``cifar100``, from its training pictures with pixels in 0..1."""
+    """Channel constants that come with the package: ``cifar100``, from its training images with pixels in 0..1."""
     file = resources.files("dpvision.models") / "constants" / f"{name}.json"
     if not name.isalnum() or not file.is_file():
         raise ArgumentError(f"constants must be cifar100, or a mean and a std for each channel, got {name!r}.")
@@ -322,12 +322,12 @@ def scatter_linear(
 @final
 @dataclass(frozen=True, kw_only=True)
 class ScatterCNN:
-    """Scattering and two convolutions: the published head for MNIST on grey pictures, the one for CIFAR on others.
+    """Scattering and two convolutions: the published head for MNIST on grey images, the one for CIFAR on others.
 
     ``standardise``, ``groups`` and ``constants`` are those of ``scatter_linear``. ``norm_groups`` puts a GroupNorm
-    without parameters after each convolution of CIFAR's head, which grey pictures then get too (0: none, as
+    without parameters after each convolution of CIFAR's head, which grey images then get too (0: none, as
     published). For that head, ``width`` counts the channels of both convolutions, and ``layer_norm`` brings each
-    picture's features, once standardised, to mean 0 and variance 1.
+    image's features, once standardised, to mean 0 and variance 1.
     """
 
     num_classes: int
@@ -377,7 +377,7 @@ class ScatterCNN:
 
 
 def _grey_head(channels: int, size: tuple[int, int], num_classes: int, activation: str) -> list[nn.Module]:
-    """A convolution that halves the picture, another one, and a hidden layer of 32."""
+    """A convolution that halves the image, another one, and a hidden layer of 32."""
     return [
         nn.Conv2d(channels, 16, 3, stride=2, padding=1),
         make_activation(activation),

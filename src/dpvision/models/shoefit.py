@@ -19,12 +19,12 @@ ImageSize = int | Sequence[int]
 
 
 def height_width(image_size: ImageSize, *, least: int = 1) -> tuple[int, int]:
-    """Both sides of a picture: one number means a square."""
+    """Both sides of an image: one number means a square."""
     sides = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if len(sides) != 2 or not all(isinstance(side, int) and side >= least for side in sides):
         raise ArgumentError(
             f"image_size must be a whole number >= {least} (or two: height, width), got {image_size}. "
-            "Resize the pictures or choose another model."
+            "Resize the images or choose another model."
         )
     return sides[0], sides[1]
 
@@ -48,7 +48,7 @@ def shoefit_cnn(
 
     Its pools have stride 1, as in the tutorial; other ports pool with stride 2 or pad otherwise, at the same size.
 
-    Pictures under 14 pixels have no room for two strides; there the first convolution keeps stride 1.
+    Images under 14 pixels have no room for two strides; there the first convolution keeps stride 1.
     """
     problems = Problems()
     problems.count("filters", 16 if filters is None else filters)

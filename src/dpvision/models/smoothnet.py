@@ -63,7 +63,7 @@ class SmoothNet:
         problems.raise_if_any()
 
     def build(self) -> nn.Sequential:
-        """Stage, transition that halves the picture, stage, head."""
+        """Stage, transition that halves the image, stage, head."""
         stage0, channels = self._stage(self.in_channels, int(8 * self.width))
         # The paper's transition has neither norm nor activation.
         transition = nn.Sequential(nn.Conv2d(channels, channels // 2, 1, bias=False), nn.AvgPool2d(2))
@@ -140,7 +140,7 @@ class LastChannels(nn.Module):
 
 
 def _head(channels: int, num_classes: int, activation: str) -> list[nn.Module]:
-    """Pool to 4×4 pixels of the last block's channels, then three linear layers; pictures may have any size."""
+    """Pool to 4×4 pixels of the last block's channels, then three linear layers; images may have any size."""
     return [
         nn.AvgPool2d(2),
         LastChannels(channels),

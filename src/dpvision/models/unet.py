@@ -20,14 +20,14 @@ Join = Literal["concat", "add"]
 
 @final
 class SizeIsMultipleOf(nn.Module):
-    """Refuse pictures that can't be halved as often as the network does; a module, so that a graph keeps it whole."""
+    """Refuse images that can't be halved as often as the network does; a module, so that a graph keeps it whole."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """The picture as it came."""
+        """The image as it came."""
         if x_NCHW.shape[-2] % self.number or x_NCHW.shape[-1] % self.number:
             sides = tuple(x_NCHW.shape[-2:])
             raise ArgumentError(f"height and width must be multiples of {self.number}, got {sides}. Set image_size.")

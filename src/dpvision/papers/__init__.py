@@ -1,4 +1,8 @@
-"""Settings that run by name. The library itself never imports this package."""
+"""Recipes: the settings of the papers, runnable by name, and the tables made of them.
+
+One file per paper yields its recipes; ``tables`` groups them as the papers do; ``reproduce`` runs a table. The library
+itself never imports this package.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ __all__ = [
 
 @cache
 def all_recipes() -> tuple[Recipe, ...]:
-    """Every recipe, paper by paper."""
+    """Return every recipe, paper by paper."""
     return (
         demo(),
         *shoefit_recipes(),
@@ -46,7 +50,14 @@ def all_recipes() -> tuple[Recipe, ...]:
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of that name."""
+    """Return the recipe of that name.
+
+    Args:
+        name: Name as ``dpvision recipes`` lists it.
+
+    Raises:
+        ArgumentError: There is no such recipe; the message suggests similar names.
+    """
     recipes = {recipe.name: recipe for recipe in all_recipes()}
     if name not in recipes:
         close = difflib.get_close_matches(name, recipes, n=3, cutoff=0.4)

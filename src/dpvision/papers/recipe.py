@@ -102,3 +102,8 @@ def changed(config: RunConfig, **sections: Any) -> RunConfig:
         both = isinstance(update, Mapping) and isinstance(values[name], Mapping)
         values[name] = {**values[name], **update} if both else update
     return RunConfig.model_validate(values)
+
+
+def whole(config: RunConfig) -> RunConfig:
+    """Return the reduced version of a setting that needs no reduction: the same under another name."""
+    return changed(config, name=f"{config.name}-cpu")

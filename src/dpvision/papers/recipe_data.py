@@ -1,8 +1,8 @@
-"""Liver CT for recipes: the public facts of the set, and a fixed split of its small version by patient.
+"""The datasets of the recipes: public facts, settings that are common to all recipes on them, and derived files.
 
-The parts of CIFAR-100 on which Papernot et al. pre-train: random classes, all public, as .npz files.
-
-Public facts of the datasets that recipes name, and what is common to all settings on them.
+``Dataset`` describes a dataset as the papers used it and builds configurations on it. Two sources are derived from
+other data and written into the cache on first use: random classes of CIFAR-100 (Papernot et al. pre-train on them) and
+a split of a small liver CT set by patient. ``place_data`` finds or writes what a recipe names.
 """
 
 from __future__ import annotations
@@ -10,13 +10,22 @@ from __future__ import annotations
 import io
 import math
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
 import numpy as np
 
-from dpvision.config import DataConfig, ModelConfig, PrivacyConfig, RunConfig
+from dpvision.config import (
+    AveragingSettings,
+    DataConfig,
+    ModelConfig,
+    OptimizerSettings,
+    Option,
+    PrivacyConfig,
+    RunConfig,
+)
 from dpvision.data import LoadOptions, known_sources, load
 from dpvision.data.datasets import cache_folder
 from dpvision.data.store import ImageStore
@@ -74,8 +83,13 @@ def make_split(*, data_dir: Path | None = None) -> Path:
         arrays[f"{start}images"] = store.images.numpy()[rows]
         arrays[f"{start}masks"] = store.labels.numpy()[rows]
         arrays[f"{start}volume"] = patients[rows]
+    return write_npz(path, arrays, compressed=True)
+
+
+def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, compressed: bool = False) -> Path:
+    """Write arrays to an .npz file in one piece, and return its path."""
     content = io.BytesIO()
-    np.savez_compressed(content, **arrays)
+    (np.savez_compressed if compressed else np.savez)(content, **arrays)
     with disk_errors(f"write {path}"):
         write_atomically(path, content.getvalue())
     return path
@@ -126,11 +140,7 @@ def make_subset(source: str, *, data_dir: Path | None = None) -> Path:
     for name, store in (("train", splits.train), ("test", splits.test)):
         if store is not None:
             arrays[f"x_{name}"], arrays[f"y_{name}"] = _part(store, subset)
-    content = io.BytesIO()
-    np.savez(content, **arrays)
-    with disk_errors(f"write {path}"):
-        write_atomically(path, content.getvalue())
-    return path
+    return write_npz(path, arrays)
 
 
 def _part(store: ImageStore, subset: Subset) -> tuple[np.ndarray, np.ndarray]:
@@ -162,83 +172,85 @@ class Dataset:
 
     @property
     def in_folder(self) -> bool:
-        """Whether it lies in a folder that the user must have."""
+        """Whether it lies in a folder that the user must provide."""
         return self.needs is not None
 
     def data(self, **settings: Any) -> DataConfig:
-        """Its pictures. A folder's pictures are brought to one size; a known set has one."""
+        """Return its data section. Images in a folder are resized to one size; a known dataset has one."""
         if self.in_folder:
             settings = {"image_size": self.image_size, "channels": self.channels, **settings}
         return DataConfig(source=self.source, **settings)
 
     def steps(self, *, batch: float, epochs: float) -> int:
-        """So many whole passes in steps of that size, as a loader counts them."""
+        """Return the steps of this many passes, counted as a data loader counts them."""
         return round(math.ceil(self.num_units / batch) * epochs)
 
-    def private(self, *, epsilon: float, batch: float, steps: int, clip_norm: float, **more: Any) -> PrivacyConfig:
-        """A budget, with noise that is calibrated to it."""
-        return PrivacyConfig(
-            target_epsilon=epsilon,
-            num_units=self.num_units,
-            expected_batch_size=batch,
-            steps=steps,
-            clip_norm=clip_norm,
-            **{"delta": DELTA, **more},
-        )
+    def budget(self, epsilon: float | None, *, batch: float, steps: int, **private: Any) -> PrivacyConfig:
+        """Return the privacy section.
 
-    def ordinary(self, *, batch: float, steps: int) -> PrivacyConfig:
-        """Training without privacy, for public pictures and for comparison."""
-        return PrivacyConfig(enabled=False, num_units=self.num_units, expected_batch_size=batch, steps=steps)
+        Args:
+            epsilon: The target to which the noise is calibrated; None trains without privacy.
+            batch: Expected batch size.
+            steps: Number of steps.
+            private: Further fields of a private run, such as ``clip_norm`` (default 1) and ``delta`` (default 1e-5).
+        """
+        plan: dict[str, Any] = {"num_units": self.num_units, "expected_batch_size": batch, "steps": steps}
+        if epsilon is None:
+            return PrivacyConfig(enabled=False, **plan)
+        return PrivacyConfig(target_epsilon=epsilon, **plan, **{"clip_norm": 1.0, "delta": DELTA, **private})
+
+    def config(self, name: str, model: str, options: Mapping[str, Option] | None = None, **sections: Any) -> RunConfig:
+        """Return a configuration on this dataset.
+
+        Args:
+            name: Name of the recipe.
+            model: Name of the model.
+            options: Options of the model.
+            sections: Further sections of the configuration; ``data`` defaults to ``self.data()``.
+        """
+        made = ModelConfig(name=model, options=dict(options or {}))
+        return RunConfig(name=name, model=made, **{"data": self.data(), **sections})
 
 
-def _folder(name: str, split: str) -> str:
-    return f"a folder {name} with class folders in train/ and {split}/; else: dpvision train FOLDER --recipe NAME"
+def sgd(learning_rate: float, momentum: float = 0.0) -> OptimizerSettings:
+    """Return settings of SGD, the optimizer of most recipes."""
+    return OptimizerSettings(name="sgd", learning_rate=learning_rate, momentum=momentum)
 
 
-MNIST: Final = Dataset(name="mnist", source="mnist", num_units=60_000, image_size=28, channels=1, classes=10)
-FASHION: Final = Dataset(name="fashion", source="fashionmnist", num_units=60_000, image_size=28, channels=1, classes=10)
-CIFAR10: Final = Dataset(name="cifar10", source="cifar10", num_units=50_000, image_size=32, channels=3, classes=10)
-CIFAR100: Final = Dataset(name="cifar100", source="cifar100", num_units=50_000, image_size=32, channels=3, classes=100)
-IMAGENETTE: Final = Dataset(
-    name="imagenette",
-    source="imagenette2-160",
-    num_units=9_469,
-    image_size=160,
-    channels=3,
-    classes=10,
-    needs=_folder("imagenette2-160", "val"),
-    small="imagenette2-224",
-    small_units=1_500,
+def ema(decay: float) -> AveragingSettings:
+    """Return settings of an exponential moving average of the weights."""
+    return AveragingSettings(kind="ema", decay=decay)
+
+
+def _folder(name: str) -> str:
+    return f"a folder {name} with class folders in train/ and val/; else: dpvision train FOLDER --recipe NAME"
+
+
+def _known(name: str, source: str, num_units: int, image_size: int, channels: int, classes: int = 10) -> Dataset:
+    return Dataset(
+        name=name, source=source, num_units=num_units, image_size=image_size, channels=channels, classes=classes
+    )
+
+
+def _in_folder(base: Dataset, *, note: str = "", small: str | None = None, small_units: int | None = None) -> Dataset:
+    return replace(base, needs=_folder(base.source) + note, small=small, small_units=small_units)
+
+
+MNIST: Final = _known("mnist", "mnist", 60_000, 28, 1)
+FASHION: Final = _known("fashion", "fashionmnist", 60_000, 28, 1)
+CIFAR10: Final = _known("cifar10", "cifar10", 50_000, 32, 3)
+CIFAR100: Final = _known("cifar100", "cifar100", 50_000, 32, 3, 100)
+IMAGENETTE: Final = _in_folder(
+    _known("imagenette", "imagenette2-160", 9_469, 160, 3), small="imagenette2-224", small_units=1_500
 )
-TINY: Final = Dataset(
-    name="tiny",
-    source="tiny-imagenet-200",
-    num_units=100_000,
-    image_size=64,
-    channels=3,
-    classes=200,
-    needs=_folder("tiny-imagenet-200", "val"),
-    small="tiny-imagenet-20",
-    small_units=10_000,
+TINY: Final = _in_folder(
+    _known("tiny", "tiny-imagenet-200", 100_000, 64, 3, 200), small="tiny-imagenet-20", small_units=10_000
 )
-IMAGENET: Final = Dataset(
-    name="imagenet",
-    source="imagenet",
-    num_units=1_271_167,
-    image_size=224,
-    channels=3,
-    classes=1_000,
-    needs=_folder("imagenet", "val") + " (ILSVRC2012; the source keeps 10,000 training pictures aside)",
+IMAGENET: Final = _in_folder(
+    _known("imagenet", "imagenet", 1_271_167, 224, 3, 1_000),
+    note=" (ILSVRC2012; the source keeps 10,000 training pictures aside)",
 )
-PLACES: Final = Dataset(
-    name="places365",
-    source="places365",
-    num_units=1_803_460,
-    image_size=224,
-    channels=3,
-    classes=365,
-    needs=_folder("places365", "val"),
-)
+PLACES: Final = _in_folder(_known("places365", "places365", 1_803_460, 224, 3, 365))
 ALL: Final = (MNIST, FASHION, CIFAR10, CIFAR100, IMAGENETTE, TINY, IMAGENET, PLACES)
 
 
@@ -287,35 +299,31 @@ def _fitted(model: ModelConfig | None, image_size: int | None) -> ModelConfig | 
 
 
 def place_data(config: RunConfig) -> RunConfig:
-    """The configuration with data that lies among the datasets (``$DPVISION_DATA``) named by its whole path.
+    """Replace a recipe's data source by its full path, and write derived data first if needed.
 
-    A part of CIFAR-100 is written there first if need be.
+    Args:
+        config: A recipe's configuration. Its source is looked up in ``data.data_dir`` and in the dataset cache
+            (``$DPVISION_DATA``).
+
+    Returns:
+        The configuration with the path of its data; unchanged if the source exists or is not found.
+
+    Raises:
+        ArgumentError: Derived data cannot be made because what it is made of is missing.
     """
-    source = config.data.source
-    if source in subset_sources() and not Path(source).exists():
-        place = make_subset(source, data_dir=None if config.data.data_dir is None else Path(config.data.data_dir))
-        return changed(config, data={"source": str(place)})
-    if source == SMALL and not Path(source).exists():
-        place = make_split(data_dir=None if config.data.data_dir is None else Path(config.data.data_dir))
-        return changed(config, data={"source": str(place), "test": str(place)})
-    if config.data.masks is not None:
-        return _placed_pairs(config, config.data.masks)
-    if source in known_sources() or Path(source).exists() or Path(source).name != source:
+    source, masks = config.data.source, config.data.masks
+    if source in known_sources() or Path(source).exists():
         return config
-    folders = [Path(config.data.data_dir)] if config.data.data_dir else []
-    found = (folder / source for folder in (*folders, cache_folder()) if (folder / source).is_dir())
-    place = next(found, None)
-    return config if place is None else changed(config, data={"source": str(place)})
-
-
-def _placed_pairs(config: RunConfig, masks: str) -> RunConfig:
-    """Pictures and masks below the datasets, where they are not where the configuration says."""
-    source = config.data.source
-    if Path(source).exists():
+    data_dir = None if config.data.data_dir is None else Path(config.data.data_dir)
+    if source in subset_sources():
+        return changed(config, data={"source": str(make_subset(source, data_dir=data_dir))})
+    if source == SMALL:
+        place = str(make_split(data_dir=data_dir))
+        return changed(config, data={"source": place, "test": place})
+    if masks is None and Path(source).name != source:
         return config
-    folders = [*([Path(config.data.data_dir)] if config.data.data_dir else []), cache_folder()]
-    found = (folder for folder in folders if (folder / source).is_dir() and (folder / masks).is_dir())
-    place = next(found, None)
-    if place is None:
-        return config
-    return changed(config, data={"source": str(place / source), "masks": str(place / masks)})
+    names = {"source": source} if masks is None else {"source": source, "masks": masks}
+    for folder in (*([] if data_dir is None else [data_dir]), cache_folder()):
+        if all((folder / name).is_dir() for name in names.values()):
+            return changed(config, data={key: str(folder / name) for key, name in names.items()})
+    return config

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final, final
+from dataclasses import dataclass, replace
+from typing import Final, final
 
-from dpvision.config import (
-    AveragingSettings,
-    ModelConfig,
-    OptimizerSettings,
-    RunConfig,
-    ScheduleSettings,
-    TransferConfig,
-    ViewsConfig,
-)
+from dpvision.config import OptimizerSettings, Option, RunConfig, ScheduleSettings, TransferConfig, ViewsConfig
 from dpvision.papers.recipe import Recipe
-from dpvision.papers.recipe_data import CIFAR10, CIFAR100, IMAGENETTE, TINY, Dataset, reduced
+from dpvision.papers.recipe_data import CIFAR10, CIFAR100, IMAGENETTE, TINY, Dataset, ema, reduced, sgd
 
 SOURCE: Final = "ScaleNorm"
 BATCH: Final = 1024
@@ -74,26 +67,26 @@ class Setting:
         return "-".join(parts)
 
     @property
-    def model(self) -> ModelConfig:
-        """The network; one group is LayerNorm."""
+    def options(self) -> dict[str, Option]:
+        """Options of the network; one group is LayerNorm."""
         best = _BEST_GROUPS[self.dataset.name]
         if self.dataset is CIFAR10 and self.epsilon == 3 and not self.scale_norm:
             best = 64  # the thesis's best without ScaleNorm at this epsilon alone
-        options: dict[str, Any] = {"groups": self.groups or best, "activation": self.activation}
+        options: dict[str, Option] = {"groups": self.groups or best, "activation": self.activation}
         if self.depth == 50 and self.activation == "mish":
-            options["stage1_activation"] = "relu"  # what the authors' code did, whatever was asked for
-        return ModelConfig(name=f"{'scale' * self.scale_norm}resnet{self.depth}", options=options)
+            options["stage1_activation"] = "relu"  # what the authors' code did for every activation
+        return options
 
     def config(self) -> RunConfig:
-        """The run at the papers' scale."""
+        """Return the run at the papers' scale."""
         epochs = self.epochs or _EPOCHS[self.dataset.name]
         steps = self.dataset.steps(batch=self.batch, epochs=epochs)
-        return RunConfig(
-            name=self.name,
-            data=self.dataset.data(),
-            model=self.model,
-            views=_tiny_views() if self.dataset is TINY else ViewsConfig(),
-            privacy=self.dataset.private(epsilon=self.epsilon, batch=self.batch, steps=steps, clip_norm=CLIP_NORM),
+        return self.dataset.config(
+            self.name,
+            f"{'scale' * self.scale_norm}resnet{self.depth}",
+            self.options,
+            views=_TINY_VIEWS if self.dataset is TINY else ViewsConfig(),
+            privacy=self.dataset.budget(self.epsilon, batch=self.batch, steps=steps, clip_norm=CLIP_NORM),
             optimizer=OptimizerSettings(name="nadam", learning_rate=self.learning_rate),
             schedule=ScheduleSettings(kind="plateau", factor=0.5, patience=3, public_metric=True),
             evaluations=epochs,
@@ -114,7 +107,7 @@ class Setting:
             differs=(*_DIFFERS, *extra),
             needs=self.dataset.needs,
             cpu=self._cpu(config),
-            reduction=_reduction(self.dataset),
+            reduction=_REDUCTION.get(self.dataset, _SMALL_REDUCTION),
         )
 
     def _cpu(self, config: RunConfig) -> RunConfig:
@@ -127,76 +120,53 @@ class Setting:
         return reduced(config, batch=self.batch, steps=max(1, round(50 * share * BATCH / self.batch)), image_size=16)
 
 
-def _reduction(dataset: Dataset) -> str:
-    if dataset is IMAGENETTE:
-        return "1,500 pictures of the 10 classes at 32 px, batch 256, 10 passes"
-    if dataset is TINY:
-        return "20 of the 200 classes at 32 px, batch 512, 3 passes"
-    return "16 px, one pass instead of 50, so many steps of the same batch"
-
-
-def _tiny_views() -> ViewsConfig:
-    return ViewsConfig(count=1, crop_padding=4, padding="zeros", flip=0.25, rotation=15.0, erasing=0.25)
+_TINY_VIEWS: Final = ViewsConfig(count=1, crop_padding=4, padding="zeros", flip=0.25, rotation=15.0, erasing=0.25)
+_REDUCTION: Final = {
+    IMAGENETTE: "1,500 pictures of the 10 classes at 32 px, batch 256, 10 passes",
+    TINY: "20 of the 200 classes at 32 px, batch 512, 3 passes",
+}
+_SMALL_REDUCTION: Final = "16 px, one pass instead of 50, so many steps of the same batch"
 
 
 def scalenorm_recipes() -> Iterator[Recipe]:
-    """Every setting of the two papers that trains a classifier."""
-    yield from _table1()
-    yield from group_recipes()
-    yield from _other_choices()
-    yield from grid_recipes()
-    yield from _wide()
-    yield from transfer_recipes()
-
-
-def _table1() -> Iterator[Recipe]:
-    for dataset in (CIFAR10, IMAGENETTE, TINY):
+    """Yield every setting of the two papers that trains a classifier."""
+    both = (False, True)
+    for dataset in (CIFAR10, IMAGENETTE, TINY):  # Table 1
         for epsilon, figures in FIGURES[dataset.name].items():
-            for scale_norm in (False, True):
+            for scale_norm in both:
                 setting = Setting(dataset=dataset, epsilon=epsilon, scale_norm=scale_norm)
                 yield setting.recipe(figures[scale_norm])
-
-
-def group_recipes() -> Iterator[Recipe]:
-    """Numbers of groups: ResNet-9 on CIFAR-10, ResNet-50 on ImageNette, epsilon 7.5."""
     for groups in GROUPS:
-        for scale_norm in (False, True):
+        for scale_norm in both:
             nine = Setting(dataset=CIFAR10, epsilon=7.5, scale_norm=scale_norm, groups=groups)
             best = FIGURES["cifar10"][7.5][scale_norm] if groups == 32 else None
             yield nine.recipe(best, _MEDIAN if best else "only the best number of groups, 32, is at hand")
-            fifty = Setting(dataset=IMAGENETTE, epsilon=7.5, scale_norm=scale_norm, groups=groups, depth=50)
+            fifty = replace(nine, dataset=IMAGENETTE, depth=50)
             yield fifty.recipe(RESNET50_FIGURES[groups][scale_norm], "mean of 3, best epoch on test")
-
-
-def _other_choices() -> Iterator[Recipe]:
-    """ReLU instead of Mish; other numbers of epochs."""
     for dataset, accuracy in ((CIFAR10, 69.78), (IMAGENETTE, 60.41)):
         yield Setting(dataset=dataset, epsilon=7.5, scale_norm=False, activation="relu").recipe(accuracy)
     for epochs, accuracy in ((25, 69.55), (90, 70.61)):
         yield Setting(dataset=CIFAR10, epsilon=7.5, scale_norm=False, epochs=epochs).recipe(accuracy)
-
-
-def grid_recipes() -> Iterator[Recipe]:
-    """Batch sizes and learning rates at one epsilon and one number of epochs."""
-    for batch in BATCHES:
-        for rate in RATES:
+    for batch, rate in itertools.product(BATCHES, RATES):
+        if (batch, rate) != (BATCH, 1e-3):
             setting = Setting(dataset=CIFAR10, epsilon=7.5, scale_norm=True, batch=batch, learning_rate=rate)
-            if setting.name != "cifar10-scaleresnet9-eps7.5":
-                yield setting.recipe(None, "the papers print no grid")
+            yield setting.recipe(None, "the papers print no grid")
+    yield from _wide()
+    yield from _transfer_recipes()
 
 
 def _wide() -> Iterator[Recipe]:
     """WRN-16-4 in the ScaleNorm paper's own layout, trained as De et al. train theirs."""
     for scale_norm, accuracy in ((False, 81.25), (True, 82.5)):
         name = f"{'scale' * scale_norm}wrn16_4"
-        config = RunConfig(
-            name=f"cifar10-{name}-plain-eps8",
-            data=CIFAR10.data(),
-            model=ModelConfig(name=name, options={"layout": "plain"}),
+        config = CIFAR10.config(
+            f"cifar10-{name}-plain-eps8",
+            name,
+            {"layout": "plain"},
             views=ViewsConfig(count=16, crop_padding=4, padding="symmetric", flip=0.5),
-            privacy=CIFAR10.private(epsilon=8, batch=4096, steps=2468, clip_norm=1.0, unit_norm=True),
-            optimizer=OptimizerSettings(name="sgd", learning_rate=4.0),
-            averaging=AveragingSettings(kind="ema", decay=0.9999),
+            privacy=CIFAR10.budget(8, batch=4096, steps=2468, unit_norm=True),
+            optimizer=sgd(4.0),
+            averaging=ema(0.9999),
         )
         yield Recipe(
             config=config,
@@ -209,25 +179,23 @@ def _wide() -> Iterator[Recipe]:
 
 
 # ---- Transfer between CIFAR-10 and CIFAR-100 (thesis, Table 5.5)
-_FIXED: Final = {"normalisation": "fixed"}
+# First dataset, second dataset, whether the first run was private → accuracy without and with ScaleNorm.
 _TRANSFER_FIGURES: Final = {
-    ("cifar100", "cifar10", False): (76.75, 77.41),
-    ("cifar10", "cifar100", False): (43.37, 44.68),
-    ("cifar10", "cifar100", True): (32.31, 33.59),
+    (CIFAR100, CIFAR10, False): (76.75, 77.41),
+    (CIFAR10, CIFAR100, False): (43.37, 44.68),
+    (CIFAR10, CIFAR100, True): (32.31, 33.59),
 }
-_SETS: Final = {"cifar10": CIFAR10, "cifar100": CIFAR100}
 
 
-def transfer_recipes() -> Iterator[Recipe]:
+def _transfer_recipes() -> Iterator[Recipe]:
     """Pre-training on one set, private fine-tuning of the last layers on the other, and the baseline without it."""
     for scale_norm in (False, True):
         yield _pretraining(CIFAR100, scale_norm, epochs=50)
         yield _pretraining(CIFAR10, scale_norm, epochs=30)
         yield _pretraining(CIFAR10, scale_norm, epochs=30, epsilon=10)
         for (first, second, private), figures in _TRANSFER_FIGURES.items():
-            yield _fine_tuning(_SETS[first], _SETS[second], scale_norm, private=private, accuracy=figures[scale_norm])
-    baseline = Setting(dataset=CIFAR100, epsilon=10, scale_norm=False)
-    yield baseline.recipe(31.62, "top-5 57.36")
+            yield _fine_tuning(first, second, scale_norm, private=private, accuracy=figures[scale_norm])
+    yield Setting(dataset=CIFAR100, epsilon=10, scale_norm=False).recipe(31.62, "top-5 57.36")
 
 
 def _pretrain_name(dataset: Dataset, scale_norm: bool, epsilon: float | None) -> str:
@@ -238,13 +206,12 @@ def _pretrain_name(dataset: Dataset, scale_norm: bool, epsilon: float | None) ->
 def _pretraining(dataset: Dataset, scale_norm: bool, *, epochs: int, epsilon: float | None = None) -> Recipe:
     batch = 521
     steps = dataset.steps(batch=batch, epochs=epochs)
-    config = RunConfig(
-        name=_pretrain_name(dataset, scale_norm, epsilon),
-        data=dataset.data(**_FIXED),
-        model=ModelConfig(name=f"{'scale' * scale_norm}resnet9", options={"groups": 32}),
-        privacy=dataset.ordinary(batch=batch, steps=steps)
-        if epsilon is None
-        else dataset.private(epsilon=epsilon, batch=batch, steps=steps, clip_norm=CLIP_NORM),
+    config = dataset.config(
+        _pretrain_name(dataset, scale_norm, epsilon),
+        f"{'scale' * scale_norm}resnet9",
+        {"groups": 32},
+        data=dataset.data(normalisation="fixed"),
+        privacy=dataset.budget(epsilon, batch=batch, steps=steps, clip_norm=CLIP_NORM),
         optimizer=NADAM,
     )
     return Recipe(
@@ -260,27 +227,26 @@ def _pretraining(dataset: Dataset, scale_norm: bool, *, epochs: int, epsilon: fl
 
 def _fine_tuning(first: Dataset, second: Dataset, scale_norm: bool, *, private: bool, accuracy: float) -> Recipe:
     before = _pretrain_name(first, scale_norm, 10 if private else None)
-    epochs = 50 if second is CIFAR10 else 90
-    public = "CIFAR is declared public here"
-    config = RunConfig(
-        name=f"{second.name}-{'scale' * scale_norm}resnet9-from-{first.name}{'-eps10' if private else ''}",
-        data=second.data(**_FIXED),
-        model=ModelConfig(name=f"{'scale' * scale_norm}resnet9", options={"groups": 32}),
+    steps = second.steps(batch=BATCH, epochs=50 if second is CIFAR10 else 90)
+    config = second.config(
+        f"{second.name}-{'scale' * scale_norm}resnet9-from-{first.name}{'-eps10' if private else ''}",
+        f"{'scale' * scale_norm}resnet9",
+        {"groups": 32},
+        data=second.data(normalisation="fixed"),
         transfer=TransferConfig(
             weights=f"runs/{before}-1", trained="last", stages=3, source=first.name, licence="none stated"
         ),
-        privacy=second.private(
-            epsilon=10, batch=BATCH, steps=second.steps(batch=BATCH, epochs=epochs), clip_norm=CLIP_NORM
-        ),
+        privacy=second.budget(10, batch=BATCH, steps=steps, clip_norm=CLIP_NORM),
         optimizer=NADAM,
     )
+    public = () if private else ("CIFAR is declared public here",)
     return Recipe(
         config=config,
         source=SOURCE,
         summary=f"{second.name} after {first.name}{' in private' if private else ''}: conv4, res2 and a new head learn",
         accuracy=accuracy,
         figure=_MEDIAN,
-        differs=("ours is the last epoch's accuracy, the source's the best epoch's", *([] if private else [public])),
+        differs=("ours is the last epoch's accuracy, the source's the best epoch's", *public),
         after=before,
         cpu=reduced(config, batch=BATCH, steps=150, image_size=16),
         reduction="16 px, 3 passes",

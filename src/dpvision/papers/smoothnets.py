@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from dpvision.config import ModelConfig, OptimizerSettings, Option, RunConfig, ScheduleSettings
+from dpvision.config import ModelConfig, OptimizerSettings, Option, ScheduleSettings
 from dpvision.papers.recipe import Recipe, changed
-from dpvision.papers.recipe_data import CIFAR10, IMAGENETTE, Dataset, reduced
+from dpvision.papers.recipe_data import CIFAR10, IMAGENETTE, Dataset, reduced, sgd
 
 SOURCE: Final = "SmoothNet"
 EPSILON: Final = 7.0
@@ -49,76 +49,65 @@ _CPU_STEPS: Final = {
     "efficientnet_b0": 80,
     "resnet9": 80,
 }
-_CPU_OPTIMIZER: Final = {"name": "nadam", "learning_rate": 1e-3, "momentum": 0.0, "weight_decay": None}
+_CPU_TRAINING: Final[dict[str, Any]] = {
+    "optimizer": {"name": "nadam", "learning_rate": 1e-3, "momentum": 0.0, "weight_decay": None},
+    "schedule": {"kind": "constant", "every_steps": None, "factor": 0.1},
+    "privacy": {"clip_norm": 1.5},
+}
 
 
 def smoothnet_recipes() -> Iterator[Recipe]:
-    """Table 2 and the study of components."""
+    """Yield Table 2 and the study of components."""
     for dataset in (CIFAR10, IMAGENETTE):
-        for model in FIGURES:
-            yield _benchmark(dataset, model)
-    for name in COMPONENTS:
-        yield _component(name)
+        yield from (_benchmark(dataset, model) for model in FIGURES)
+    yield from (_component(name) for name in COMPONENTS)
 
 
 def _benchmark(dataset: Dataset, model: str) -> Recipe:
-    batch = 256
-    epoch = dataset.steps(batch=batch, epochs=1)
-    size = {} if dataset is CIFAR10 else {"image_size": 224}
-    config = RunConfig(
-        name=f"{dataset.name}-{model}-smoothnets-eps7",
-        data=dataset.data(**size),
-        model=ModelConfig(name=model),
-        privacy=dataset.private(epsilon=EPSILON, batch=batch, steps=90 * epoch, clip_norm=10.0),
+    """Table 2. The reduced version has one optimizer for all models: too few steps for the paper's small rate."""
+    epoch = dataset.steps(batch=256, epochs=1)
+    small = dataset is not CIFAR10
+    config = dataset.config(
+        f"{dataset.name}-{model}-smoothnets-eps7",
+        model,
+        data=dataset.data(**({"image_size": 224} if small else {})),
+        privacy=dataset.budget(EPSILON, batch=256, steps=90 * epoch, clip_norm=10.0),
         optimizer=OptimizerSettings(name="sgd", learning_rate=0.002, momentum=0.9, weight_decay=2e-4),
         schedule=ScheduleSettings(kind="step", every_steps=5 * epoch, factor=0.9),
     )
-    accuracy = FIGURES[model][dataset is IMAGENETTE]
+    accuracy = FIGURES[model][small]
+    less = reduced(config, batch=256, steps=_CPU_STEPS[model], image_size=32, small=dataset if small else None)
     return Recipe(
         config=config,
         source=SOURCE,
         summary=f"{dataset.name}, {model} in the SmoothNet benchmark",
         accuracy=accuracy,
         figure="validation, best of 15 runs of a search" if accuracy else "not in the paper: for comparison",
-        differs=_DIFFERS if dataset is CIFAR10 else (*_DIFFERS, "resized to 224 and cropped, not to 256 first"),
+        differs=(*_DIFFERS, *(["resized to 224 and cropped, not to 256 first"] if small else [])),
         needs=dataset.needs,
-        cpu=_cpu(config, dataset),
+        cpu=changed(less, **_CPU_TRAINING, evaluations=1),
         reduction="32 px, batch 256, NAdam, clip 1.5, so many steps that every network computes for as long",
     )
 
 
-def _cpu(config: RunConfig, dataset: Dataset) -> RunConfig:
-    """One optimizer for all models: too few steps for the paper's small rate."""
-    small = None if dataset is CIFAR10 else dataset
-    model = "" if config.model is None else config.model.name
-    less = reduced(config, batch=256, steps=_CPU_STEPS[model], image_size=32, small=small)
-    return changed(_with_nadam(less), evaluations=1)
-
-
-def _with_nadam(config: RunConfig) -> RunConfig:
-    schedule: dict[str, Any] = {"kind": "constant", "every_steps": None, "factor": 0.1}
-    return changed(config, optimizer=_CPU_OPTIMIZER, schedule=schedule, privacy={"clip_norm": 1.5})
-
-
 def component_name(component: str) -> str:
-    """The recipe that changes this part of SmoothNet."""
+    """Return the recipe that changes this part of SmoothNet."""
     return f"cifar10-smoothnet-part-{component}-eps7"
 
 
 def _component(component: str) -> Recipe:
-    batch, epochs = 128, 15
-    epoch = CIFAR10.steps(batch=batch, epochs=1)
+    epoch = CIFAR10.steps(batch=128, epochs=1)
     options: dict[str, Option] = {"init": "pytorch", **COMPONENTS[component]}
-    config = RunConfig(
-        name=component_name(component),
-        data=CIFAR10.data(),
-        model=ModelConfig(name="smoothnet", options=options),
-        privacy=CIFAR10.private(epsilon=EPSILON, batch=batch, steps=epochs * epoch, clip_norm=1.0),
-        optimizer=OptimizerSettings(name="sgd", learning_rate=0.1),
+    config = CIFAR10.config(
+        component_name(component),
+        "smoothnet",
+        options,
+        privacy=CIFAR10.budget(EPSILON, batch=128, steps=15 * epoch),
+        optimizer=sgd(0.1),
         schedule=ScheduleSettings(kind="step", every_steps=epoch, factor=0.7),
     )
     narrow = {**options, "width": float(options.get("width", 8.0)) / 4}
-    less = _with_nadam(reduced(config, batch=512, steps=150, image_size=16))
+    less = reduced(config, batch=512, steps=150, image_size=16)
     return Recipe(
         config=config,
         source=SOURCE,
@@ -128,6 +117,6 @@ def _component(component: str) -> Recipe:
             "the source searched clip norms in [0.1, 10] and trained 15 or 30 epochs: 1 and 15 here, at epsilon 7",
             "ours: last step, test set",
         ),
-        cpu=changed(less, model=ModelConfig(name="smoothnet", options=narrow)),
+        cpu=changed(less, **_CPU_TRAINING, model=ModelConfig(name="smoothnet", options=narrow)),
         reduction="a quarter of the width, 16 px, 77,000 pictures, NAdam, clip 1.5",
     )

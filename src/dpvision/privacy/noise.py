@@ -4,7 +4,7 @@ Two things make a Gaussian mechanism on a computer weaker than on paper. First, 
 (``torch.randn`` on a CPU never passes 5.768 standard deviations) put a floor under delta. Here the radius of every
 pair of normals reaches 13.37, finely resolved on the whole way. Second, the low bits of a floating-point sum tell
 what was added to what. Here the clipped sum and the noise are both rounded to one public grid before they meet, so that
-their sum is exact and everything after it is post-processing. docs/guarantee.md says what remains.
+their sum is exact and everything after it is post-processing. docs/concepts/guarantee.md says what remains.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.kernels import normals as kernels
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.randomness import Keys, WordStream
-from dpvision.privacy.values import _MADE_BY_PRIVATIZE, ClippedSum, PrivateGrad
+from dpvision.privacy.values import PROOF_OF_NOISE, ClippedSum, PrivateGrad
 
 KEY_BYTES = 32
 GRID_BITS = 30
@@ -166,7 +166,7 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
         rows = {name: kernels.row_of(each, copy=not clipped.disposable) for name, each in some.items()}
         _release_in_place(rows, noise, grid, divisor=mechanism.divisor)
         gradients |= {name: row.to(some[name]) for name, row in rows.items()}
-    return PrivateGrad(gradients, step, proof=_MADE_BY_PRIVATIZE)
+    return PrivateGrad(gradients, step, proof=PROOF_OF_NOISE)
 
 
 def steps_per_draw(numbers: int) -> int:

@@ -12,7 +12,7 @@ from typing import Protocol, final
 from torch import Tensor
 
 from dpvision.errors import PrivacyError
-from dpvision.privacy.mechanism import Event, Mechanism
+from dpvision.privacy.sampling import Sampling
 
 
 @final
@@ -32,15 +32,6 @@ class Microbatch:
         return f"Microbatch(inputs={tuple(self.inputs.shape)}, sensitive)"
 
 
-@final
-@dataclass(frozen=True)
-class Sampling:
-    """How a batch was drawn: the accounting event is derived from this, not from what somebody hopes."""
-
-    method: str
-    sample_rate: float
-
-
 class Batch(Protocol):
     """One draw of units. It owns the whole draw; nothing of it outlives the step."""
 
@@ -52,23 +43,6 @@ class Batch(Protocol):
     def microbatches(self, units: int) -> Iterator[Microbatch]:
         """The draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""
         ...
-
-
-def charge_for(sampling: Sampling, mechanism: Mechanism) -> Event:
-    """The event that a step over this draw must charge.
-
-    Guarantee: refuses any draw that is not a Poisson draw at the mechanism's own rate.
-    """
-    if sampling.method != "poisson":
-        raise PrivacyError(
-            f"sampling must be poisson, got {sampling.method}: shuffled or fixed-size batches have no such epsilon. "
-            "Draw with dpvision.data.batches."
-        )
-    if sampling.sample_rate != mechanism.sample_rate:
-        raise PrivacyError(
-            f"the draw's sample_rate is {sampling.sample_rate}, but the mechanism says {mechanism.sample_rate}."
-        )
-    return mechanism.step_event
 
 
 @final
@@ -99,7 +73,7 @@ class ClippedSum:
         return f"ClippedSum({len(self.gradients)} parameters, clip_norm={self.clip_norm}, sensitive)"
 
 
-_MADE_BY_PRIVATIZE = object()
+PROOF_OF_NOISE = object()
 
 
 @final
@@ -109,7 +83,7 @@ class PrivateGrad:
     __slots__ = ("gradients", "step")
 
     def __init__(self, gradients: Mapping[str, Tensor], step: int, *, proof: object) -> None:
-        if proof is not _MADE_BY_PRIVATIZE:
+        if proof is not PROOF_OF_NOISE:
             raise PrivacyError("only noise.privatize makes a PrivateGrad.")
         self.gradients = gradients
         self.step = step

@@ -96,7 +96,7 @@ def known_certificate_pages(certificate: Mapping[str, Any]) -> tuple[str, ...]:
     if proved is not None:
         now = _safe(describe(proved, true_positive_rate=_stated_bound(parsed)))
         earlier = page.replace(now, _safe(describe(proved)))
-    return page, earlier, earlier.replace(_WHERE_MU_ENDS, "")
+    return page, earlier, *(text.replace(_WHERE_MU_ENDS, "") for text in (page, earlier))
 
 
 def _sections(certificate: Certificate) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Public test pictures with what a model made of them, as one file of a release. No torch.
+"""Public test images with what a model made of them, as one file of a release. No torch.
 
-A picture may be given away only where whoever configured the run named it as public; ``training.examples`` sees to it.
+An image may be given away only where whoever configured the run named it as public; ``training.examples`` sees to it.
 
 The folder of one run: who may write to it, and in which order its files appear.
 """
@@ -49,7 +49,7 @@ _MOST_EXAMPLES = 32
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Example:
-    """One picture: bytes, the class of every pixel as it is and as it was predicted, and how well they agree."""
+    """One image: bytes, the class of every pixel as it is and as it was predicted, and how well they agree."""
 
     rank: Rank
     dice: float

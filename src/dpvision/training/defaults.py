@@ -1,6 +1,6 @@
 """Rules of thumb for what the user left open. They read public facts only: declared sizes, never pixels or labels.
 
-docs/rules-of-thumb.md gives the reason for each.
+docs/evidence/rules-of-thumb.md gives the reason for each.
 """
 
 from __future__ import annotations

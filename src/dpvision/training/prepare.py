@@ -26,13 +26,13 @@ from dpvision.data import (
     known_sources,
     load,
     load_one,
-    mismatch_note,
 )
 from dpvision.data.image_folder import split_folders
 from dpvision.errors import ArgumentError
 from dpvision.privacy.mechanism import Event, rounded_up
 from dpvision.privacy.noise import standard_normals
 from dpvision.privacy.randomness import Keys
+from dpvision.privacy.sampling import mismatch_note
 from dpvision.release.statements import COUNTED_UNITS as COUNT
 from dpvision.release.statements import PIXEL_STATISTICS, VOLUME
 from dpvision.training.defaults import (
@@ -323,7 +323,7 @@ def notes(config: RunConfig, pictures: RunSplits) -> tuple[str, ...]:
         if shared and pictures.train.owners is not None and not pictures.held_out:
             found.append(f"{len(shared)} owners of training pictures are in the public test set too: not protected.")
         counted = bool(count_charges(config))
-        mismatch = mismatch_note(pictures.train, config.mechanism, counted=counted)
+        mismatch = mismatch_note(pictures.train.num_units, config.mechanism, counted=counted)
         found += [] if mismatch is None else [mismatch]
     else:
         found.append("training WITHOUT privacy: this run has no guarantee.")

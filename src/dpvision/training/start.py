@@ -300,7 +300,7 @@ def train(
     From here on the process keeps up to half a gibibyte of freed memory, which makes steps of small models faster.
 
     Guarantee: the released weights are (epsilon, delta)-private for the unit and adjacency named in the certificate,
-    under the assumptions of docs/guarantee.md.
+    under the assumptions of docs/concepts/guarantee.md.
     """
     callback = callback or RunCallback()
     session, prepared = start_run(config, Path(run), seed=seed, device=device, say=callback.message)

@@ -21,7 +21,6 @@ from dpvision.accounting import EpsilonMeter
 from dpvision.config import RunConfig, required
 from dpvision.data import FeatureDraws, ImageBatches, ImageStore, Normalisation, ViewSettings
 from dpvision.errors import ArgumentError, DPVisionError
-from dpvision.gradients.clipped_sum import clipped_sum_of_batch
 from dpvision.gradients.model_check import Finding, check_model, require_private_ready
 from dpvision.gradients.ordinary import fast_plan, ordinary_gradient
 from dpvision.gradients.plan import plan_for
@@ -35,12 +34,11 @@ from dpvision.inference import (
     predict_masks,
 )
 from dpvision.models.losses import RowLoss, classification_loss, loss_for, outputs_for
-from dpvision.privacy.budget import Budget, BudgetSpent
 from dpvision.privacy.ledger import Ledger
-from dpvision.privacy.noise import privatize
 from dpvision.privacy.optimizer import Optimizer
+from dpvision.privacy.private_step import Budget, BudgetSpent, private_step
 from dpvision.privacy.randomness import Keys
-from dpvision.privacy.values import Microbatch, OrdinaryGrad, charge_for
+from dpvision.privacy.values import Microbatch, OrdinaryGrad
 from dpvision.storage.run_folder import Example, Rank, RunFolder, examples_bytes
 from dpvision.training.callbacks import RunCallback, StopRequest
 from dpvision.training.lineage import put_weights
@@ -180,7 +178,7 @@ def assemble(
             device=place.device,
             views=view_settings(config),
         ),
-        budget=Budget(config.mechanism, place.ledger) if private else None,
+        budget=Budget(config.mechanism, place.ledger, fork=place.fork) if private else None,
         meter=EpsilonMeter(config.mechanism, delta=required(config.privacy.delta, "delta"), extra=extra_charges(config))
         if private
         else None,
@@ -457,17 +455,16 @@ def _take_step(session: Session) -> None:
         )
         session.optimizer.step(OrdinaryGrad(mean, session.step))
     else:
-        mechanism = session.config.mechanism
-        clipped = clipped_sum_of_batch(
+        private_step(
             session.stage.network,
             session.loss,
             batch,
-            clip_norm=mechanism.clip_norm,
-            clipping=mechanism.clipping,
+            optimizer=session.optimizer,
+            budget=session.budget,
+            keys=session.keys,
+            step=session.step,
             performance=performance,
         )
-        session.budget.charge(charge_for(batch.sampling, mechanism), step=session.step, fork=session.fork)
-        session.optimizer.step(privatize(clipped, mechanism, session.keys, step=session.step))
 
 
 def evaluation_points(session: Session) -> list[int]:

@@ -1,0 +1,422 @@
+"""The report of a run: one self-contained HTML page, and a summary for the terminal.
+
+The page loads nothing and runs nothing, and is made from public files only. templates/report.html.jinja has its text
+and markup, templates/report.css its style, charts.py its drawings; this module computes what they show.
+
+Rounding is part of the claim: an epsilon, a delta and a bound on attacks are rounded up, never down.
+"""
+
+from __future__ import annotations
+
+import math
+from base64 import b64encode
+from collections.abc import Mapping
+from decimal import ROUND_CEILING, Decimal
+from importlib.resources import files
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from dpvision.accounting import DISPLAY_RATE, balanced_accuracy_bound, true_positive_bound
+from dpvision.errors import DataError, printable
+from dpvision.release.run_facts import (
+    FinalMetrics,
+    Overlaps,
+    RunFacts,
+    checked_certificate,
+    checked_metrics,
+    images_are_public,
+    read_run,
+    reasons_against_release,
+)
+from dpvision.release.schema import Certificate
+from dpvision.release.statements import proved_profile
+from dpvision.storage.files import disk_errors, write_atomically
+from dpvision.storage.run_folder import REPORT, RunFolder
+
+SPACE = "\u00a0"  # keeps a number and its sign on one line
+NO_BOUND = 0.999  # from here on a bound on attacks is shown as 100 %
+_RATES = (0.001, 0.01, 0.1)  # false positive rates of the table
+_LONGEST_TEXT = 4000
+_DEEPEST = 6
+_ALL_BARS_UP_TO, _WORST_BARS, _BEST_BARS, _WIDEST_NAME = 24, 14, 6, 26
+
+
+def write_report(run: Path, *, output: Path | None = None) -> Path:
+    """Write the HTML report of a finished run.
+
+    Args:
+        run: A run folder that holds release/.
+        output: Where to write the page. By default it becomes release/report.html and part of the manifest, which
+            needs the run's private/ folder beside it.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        DataError: The folder is not a finished run, one of its files is not what dpvision writes, or it has no
+            private/ folder and no ``output`` is given.
+
+    Guarantee:
+        Made of release/certificate.json, metrics.json and config.json only, and of images that the certificate
+        declares public. The same files give the same bytes.
+    """
+    page = render(read_run(run)).encode()
+    if output is not None:
+        with disk_errors(f"write {output}"):
+            write_atomically(output, page)
+        return output
+    if not (run / "private").is_dir():
+        raise DataError(f"{run} is a release without its private/ folder, so it is left as it is. Give --output.")
+    with RunFolder.open(run) as folder:
+        folder.add_to_release(REPORT, page)
+        return folder.release / REPORT
+
+
+def environment() -> Environment:
+    """Return the Jinja environment of the page: it escapes every text, and an unknown name is an error."""
+    made = Environment(
+        loader=PackageLoader("dpvision.release"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {
+        "bound": bound_percent,
+        "epsilon": epsilon_text,
+        "flat": flat,
+        "number": number,
+        "percent": percent,
+        "power": _power,
+        "sentence": sentence,
+    }
+    return made
+
+
+def render(run: RunFacts) -> str:
+    """Return the page as text."""
+    style = files("dpvision.release").joinpath("templates/report.css").read_text()
+    certificate = run.certificate
+    private = certificate.epsilon is not None and certificate.delta is not None
+    return (
+        environment()
+        .get_template("report.html.jinja")
+        .render(
+            style=Markup(style),  # noqa: S704 (our own file)
+            run=run,
+            name=_setting(run, "name") or run.name,
+            model=_setting(run, "model", "name"),
+            source=Path(_setting(run, "data", "source")).name,
+            certificate=certificate,
+            final=run.final,
+            private=private,
+            reasons=reasons_against_release(certificate),
+            unit=unit_name(certificate.privacy_unit),
+            num_units=certificate.mechanism.get("num_units"),
+            attacks=_attacks(certificate) if private else None,
+            factor=odds_factor(certificate.epsilon) if certificate.epsilon is not None else None,
+            score_chart=_score_chart(run, private=private),
+            class_bars=_class_bars(run.final),
+            overlap_bars=_overlap_bars(run.final),
+            examples=_examples(run),
+            images_are_public=images_are_public(certificate),
+        )
+    )
+
+
+def _setting(run: RunFacts, *keys: str) -> str:
+    """A text of the configuration; empty where there is none."""
+    value: object = run.config
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, str) else ""
+
+
+def _shown(value: object) -> object:
+    """What a template writes for a value: None is nothing, and control characters of a text become codes.
+
+    Jinja escapes the result unless it is ``Markup``.
+    """
+    if value is None:
+        return ""
+    return visible(value) if type(value) is str else value
+
+
+def visible(text: str) -> str:
+    """Cut a text to 4,000 characters and write control and direction characters as codes."""
+    cut = text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 1] + "…"
+    return SPACE.join(printable(part) for part in cut.split(SPACE))
+
+
+def _attacks(certificate: Certificate) -> dict[str, Any]:
+    """Bounds on attacks, as a table, one balanced bound and a chart."""
+    from dpvision.release.charts import MARKED_RATES, attack_chart
+
+    profile = proved_profile(certificate)
+    bounds = {rate: true_positive_bound(profile, false_positive_rate=rate) for rate in _RATES}
+    marked = [((rate, bounds[rate]), bound_percent(bounds[rate])) for rate in MARKED_RATES]
+    balanced = balanced_accuracy_bound(profile)
+    return {
+        "rows": [(f"{100 * rate:g} %", bound) for rate, bound in bounds.items()],
+        "balanced": balanced if balanced < NO_BOUND else None,
+        "chart": attack_chart(profile, marked=marked),
+    }
+
+
+# Charts, bars and examples
+
+
+def _score_chart(run: RunFacts, *, private: bool) -> Markup | None:
+    """The score over epsilon, or over steps without privacy; None if there are no points."""
+    curve, final = run.metrics.curve if run.metrics else (), run.final
+    at = [(point.epsilon if private else float(point.step), point.score) for point in curve]
+    points = sorted(((x, y) for x, y in at if x is not None), key=lambda point: point[0])
+    if not points:
+        return None
+    from dpvision.release.charts import score_chart
+
+    return score_chart(
+        points,
+        x_title="Epsilon spent" if private else "Steps",
+        score_name=run.score_name,
+        final_label=percent(points[-1][1], of=final.images if final else None),
+        baseline=final.overlaps.baseline_dice if final and final.overlaps else None,
+    )
+
+
+def _class_bars(final: FinalMetrics | None) -> dict[str, Any] | None:
+    """The accuracy of each class, worst first, with 95 % intervals."""
+    if final is None or final.accuracy is None:
+        return None
+    shares = {name: share for name, share in final.per_class.items() if share is not None}
+    if not shares:
+        return None
+    bars = _bars(shares, mean=final.accuracy, what="classes", counts=final.per_class_count)
+    return {**bars, "unmeasured": sorted(final.per_class.keys() - shares.keys())}
+
+
+def _overlap_bars(final: FinalMetrics | None) -> list[dict[str, Any]]:
+    """The Dice of each class, where there are several, and of each patient, worst first."""
+    found = None if final is None else final.overlaps
+    if found is None:
+        return []
+    bars, classes = [], {name: each.dice for name, each in found.per_class.items()}
+    if len(classes) > 1:
+        bars.append({"title": "class", **_bars(classes, mean=found.dice, what="classes")})
+    if found.per_patient and found.dice_per_patient is not None:
+        patients = _bars(found.per_patient, mean=found.dice_per_patient, what="patients")
+        bars.append({"title": "patient", **patients, "baseline": found.baseline_dice_per_patient})
+    return bars
+
+
+def _bars(shares: Mapping[str, float], *, mean: float, what: str, counts: Mapping[str, int] | None = None) -> dict:
+    """Bars, worst first, equal ones by name. Of many, those between the worst and the best are folded away."""
+    ordered = sorted(shares, key=lambda name: (shares[name], name))
+    worst, best = shares[ordered[0]], shares[ordered[-1]]
+    bars = []
+    for name in ordered:
+        count = (counts or {}).get(name)
+        interval = wilson(shares[name], count) if count else None
+        is_worst = shares[name] == worst < best
+        bars.append({"name": name, "share": shares[name], "count": count, "interval": interval, "worst": is_worst})
+    folds = len(bars) > _ALL_BARS_UP_TO
+    return {
+        "first": bars[:_WORST_BARS] if folds else bars,
+        "folded": bars[_WORST_BARS:-_BEST_BARS] if folds else [],
+        "last": bars[-_BEST_BARS:] if folds else [],
+        "worst": bars[0],
+        "best": bars[-1],
+        "mean": mean,
+        "baseline": None,
+        "what": what,
+        "name_width": min(max(len(name) for name in shares), _WIDEST_NAME) + 1,
+    }
+
+
+def _examples(run: RunFacts) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Public test images with outlines, as data URIs, by their rank: best, median, worst."""
+    if not run.examples:
+        return []
+    from dpvision.release.charts import overlay_png
+
+    def shown(example: Any) -> dict[str, Any]:
+        source = f"data:image/png;base64,{b64encode(overlay_png(example)).decode('ascii')}"
+        return {"source": Markup(source), "dice": example.dice, "owner": example.owner}  # noqa: S704 (made here)
+
+    return [(rank, [shown(each) for each in group]) for rank, group in groupby(run.examples, lambda e: e.rank)]
+
+
+# The terminal
+
+
+_CHANGES = {"add_remove": "added or removed", "replace_one": "replaced", "zero_out": "left out"}
+
+
+def summary_lines(certificate: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> list[str]:
+    """Return the end of a run for the terminal: score, guarantee, what it means, and reasons against release.
+
+    Args:
+        certificate: The content of certificate.json.
+        metrics: The content of metrics.json; None if nothing was measured.
+
+    Returns:
+        Lines without control characters. The reasons against release come last.
+    """
+    facts = checked_certificate(certificate)
+    final = checked_metrics(metrics).final if metrics is not None else None
+    warning = [f"NOT FOR RELEASE: {reason}" for reason in reasons_against_release(facts)]
+    lines = [*_score_lines(final), *_guarantee_lines(facts), *warning]
+    return [visible(line.replace(SPACE, " ")) for line in lines]
+
+
+def figures_of(run: Path) -> dict[str, Any]:
+    """Return the headline values of a run for machines: as they are in the files, not rounded."""
+    facts = read_run(run)
+    final, names = facts.final, ("epsilon", "delta", "epsilon_rdp", "privacy_unit", "adjacency", "steps_taken")
+    scores: dict[str, Any] = {"accuracy": None if final is None else final.accuracy}
+    if final is not None and final.overlaps is not None:
+        scores = {name: getattr(final.overlaps, name) for name in ("dice", "dice_per_patient", "baseline_dice")}
+    return {
+        **scores,
+        **{name: getattr(facts.certificate, name) for name in (*names, "for_release")},
+        "reasons_against_release": list(reasons_against_release(facts.certificate)),
+    }
+
+
+def _score_lines(final: FinalMetrics | None) -> list[str]:
+    """The headline metric, and the worst class or patient."""
+    if final is None:
+        return ["accuracy  not measured: no public test data"]
+    size = f", {final.images:,} images" if final.images else ""
+    weights = f", {final.weights} weights" if final.weights else ""
+    where = f"({final.evaluated_on}{size}{weights})"
+    if final.overlaps is not None:
+        return [f"dice      {percent(final.score)}  {where}", *_overlap_lines(final.overlaps)]
+    lines = [f"accuracy  {percent(final.score, of=final.images)}  {where}"]
+    known = {name: share for name, share in final.per_class.items() if share is not None}
+    if len(known) > 1:
+        name = min(known, key=lambda key: (known[key], key))
+        lines.append(f"worst     {percent(known[name])}  (class {name})")
+    return lines
+
+
+def _overlap_lines(found: Overlaps) -> list[str]:
+    """Dice by patient, and of the best constant mask."""
+    lines = []
+    if found.dice_per_patient is not None:
+        lines.append(f"patients  {percent(found.dice_per_patient)}  (Dice of each patient, averaged)")
+    if found.per_patient and len(found.per_patient) > 1:
+        lines.append(f"worst     {percent(min(found.per_patient.values()))}  (Dice of one patient)")
+    if found.baseline_dice is not None:
+        lines.append(f"baseline  {percent(found.baseline_dice)}  (Dice of the best constant mask)")
+    return lines
+
+
+def _guarantee_lines(facts: Certificate) -> list[str]:
+    """Epsilon, delta, and the bound on attacks that they leave."""
+    if facts.epsilon is None or facts.delta is None:
+        return ["epsilon   none: trained without privacy, no guarantee"]
+    found = bound_percent(true_positive_bound(proved_profile(facts), false_positive_rate=DISPLAY_RATE))
+    change = f"one {facts.privacy_unit} {_CHANGES[facts.adjacency]}"
+    return [
+        f"epsilon   {epsilon_text(facts.epsilon)}  (proved upper bound, {change})",
+        f"delta     {facts.delta:g}",
+        f"meaning   an attack that wrongly accuses 1 % of non-members finds at most {found} of the "
+        f"{unit_name(facts.privacy_unit)}s",
+    ]
+
+
+# Wording of values
+
+
+def unit_name(unit: str) -> str:
+    """A privacy unit's name in the middle of a sentence."""
+    return "image" if unit == "example" else unit
+
+
+def epsilon_text(epsilon: float) -> str:
+    """At most two decimals (three below 0.1), rounded up."""
+    return _rounded_up(epsilon, 2 if epsilon >= 0.1 else 3)
+
+
+def percent(share: float, of: int | None = None) -> str:
+    """A share as a percentage. Two decimals only where there are enough images (``of``) to give them a meaning."""
+    return f"{100 * share:.{2 if of is not None and of >= 1000 else 1}f}{SPACE}%"
+
+
+def bound_percent(share: float) -> str:
+    """An upper bound on a share as a percentage, rounded up: two decimals below 1 %, else one."""
+    if share >= NO_BOUND:
+        return f"100{SPACE}%"
+    return f"{_rounded_up(100 * share, 2 if share < 0.01 else 1)}{SPACE}%"
+
+
+def power_of_ten(value: float) -> tuple[str, int]:
+    """A small number as factor and exponent of ten, rounded up: 1e-5 is ("1", -5), 3.14e-6 is ("3.2", -6)."""
+    exponent = math.floor(math.log10(value))
+    factor = Decimal(repr(value)).scaleb(-exponent).quantize(Decimal("0.1"), ROUND_CEILING)
+    if factor >= 10:
+        factor, exponent = Decimal(1), exponent + 1
+    return "1" if factor == 1 else str(factor), exponent
+
+
+def _power(value: float) -> Markup:
+    factor, exponent = power_of_ten(value)
+    raised = Markup("10<sup>{}</sup>").format(str(exponent).replace("-", "−"))
+    return raised if factor == "1" else Markup("{} · {}").format(factor, raised)
+
+
+def number(value: object) -> str:
+    """A value as a reader would write it: 60,000, 0.1, yes."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{int(value):,}" if value.is_integer() and abs(value) < 1e15 else f"{value:,.6g}"
+    return "none" if value is None else str(value)
+
+
+def sentence(text: str) -> str:
+    """``text`` with a capital first letter, unless its first word is an identifier such as num_units."""
+    first = text.partition(" ")[0]
+    return text if "_" in first else text[:1].upper() + text[1:]
+
+
+def odds_factor(epsilon: float) -> str:
+    """e^epsilon, rounded up: how much more probable any outcome can become because of one unit."""
+    factor = math.exp(min(epsilon, 700.0))
+    return _rounded_up(factor, 1) if factor < 100 else (f"{math.ceil(factor):,}" if factor < 1e9 else f"{factor:.2g}")
+
+
+def flat(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[tuple[str, str]]:
+    """Nested values as (dotted name, text) in their own order; unset values are left out."""
+    rows: list[tuple[str, str]] = []
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and depth < _DEEPEST:
+            rows += flat(value, prefix=f"{name}.", depth=depth + 1)
+        elif isinstance(value, list):
+            rows.append((name, ", ".join(number(item) for item in value)))
+        elif value is not None:
+            rows.append((name, number(value)))
+    return rows
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """The 95 % interval of a share that was measured on ``count`` images (Wilson's score interval)."""
+    z = 1.959964
+    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def _rounded_up(value: float, decimals: int) -> str:
+    if value >= 1e12:
+        return f"{value:.3g}"
+    return str(Decimal(repr(value)).quantize(Decimal(1).scaleb(-decimals), ROUND_CEILING))
