@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self, TypeVar, final
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -59,12 +59,13 @@ class Flag:
 
 NO_FLAG: Final = Flag("")
 FIRST: Final = Flag(panel="first")
-OUTPUT: Final = Flag(panel="output")
 
 
 class Settings(BaseModel):
     """A frozen section that refuses unknown keys: a typo is an error, not a default."""
 
+    panel: ClassVar[Panel] = "output"
+    """The group of the help page in which the flags of the section appear."""
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def _refuse_unused(self, *, kind: str, uses: Mapping[str, set[str]], label: str = "") -> None:
@@ -83,6 +84,7 @@ class Settings(BaseModel):
 class DataConfig(Settings):
     """Data: where the images come from, and what a privacy unit is."""
 
+    panel: ClassVar[Panel] = "data"
     source: Annotated[str, Flag("SOURCE")]
     """Images to train on: a folder of class folders, an .npz file, or mnist, fashionmnist, cifar10, cifar100, digits.
     """
@@ -145,6 +147,7 @@ class ViewsConfig(Settings):
     Nothing here is learned from data, so augmentation costs no epsilon.
     """
 
+    panel: ClassVar[Panel] = "augmentation"
     count: Annotated[int, Flag("--views")] = Field(default=1, ge=1, le=64)
     """Augmented views of an image (1 to 64), averaged before clipping."""
     crop_padding: int = Field(default=0, ge=0, le=64)
@@ -163,6 +166,7 @@ class ViewsConfig(Settings):
 class ModelConfig(Settings):
     """Model: a registered name and its options."""
 
+    panel: ClassVar[Panel] = "model"
     name: Annotated[str, Flag("--model", panel="first")]
     """Model; `dpvision models` lists them. Default: chosen from the size of the images."""
     options: Annotated[dict[str, Option], Flag("--option")] = {}
@@ -197,6 +201,7 @@ class PriorRelease(Settings):
 class TransferConfig(Settings):
     """Transfer: where the initial weights come from, and which parameters are trained."""
 
+    panel: ClassVar[Panel] = "transfer"
     weights: Annotated[str, Flag("--transfer-weights")]
     """Initial weights: a .safetensors, .npz or torch state file, the folder of a run, or a known name."""
     rename: Annotated[dict[str, str], NO_FLAG] = {}
@@ -233,6 +238,7 @@ class TransferConfig(Settings):
 class PrivacyConfig(Settings):
     """Privacy: the mechanism, as far as it has been chosen."""
 
+    panel: ClassVar[Panel] = "privacy"
     enabled: Annotated[bool, Flag("--no-privacy")] = True
     """Ordinary training: no guarantee at all."""
     target_epsilon: Annotated[float | None, FIRST] = Field(default=None, gt=0)
@@ -282,6 +288,7 @@ _OPTIMIZER_USES: Final[dict[str, set[str]]] = {
 class OptimizerSettings(Settings):
     """Optimisation: the update rule. Defaults are torch's."""
 
+    panel: ClassVar[Panel] = "optimisation"
     name: Annotated[Literal["sgd", "adam", "adamw", "nadam", "rmsprop"], Flag("--optimizer")] = "sgd"
     """Update rule."""
     learning_rate: Positive
@@ -334,6 +341,7 @@ class ScheduleSettings(Settings):
     a metric: ``public_metric=True`` declares that it is computed on public data, and the certificate repeats it.
     """
 
+    panel: ClassVar[Panel] = "optimisation"
     kind: Annotated[Literal["constant", "step", "cosine", "plateau"], Flag("--schedule")] = "constant"
     """Learning rate over steps."""
     warmup_steps: Count = 0
@@ -375,6 +383,7 @@ class AveragingSettings(Settings):
     ``min(decay, (1 + t) / (10 + t))`` of itself. ``polyak`` is the plain mean over all updates from ``start_step`` on.
     """
 
+    panel: ClassVar[Panel] = "optimisation"
     kind: Annotated[Literal["none", "ema", "polyak"], Flag("--averaging")] = "none"
     """Average of the parameters over steps that is evaluated and released."""
     decay: Annotated[BelowOne, Flag("--averaging-decay")] = 0.9999
@@ -414,7 +423,7 @@ class RunConfig(Settings):
     """Everything that decides what a run computes, and nothing secret: it is part of the release."""
 
     # The name becomes the name of a folder.
-    name: Annotated[str, OUTPUT] = Field(default="run", pattern=r"^[^/\\\x00]{1,200}$")
+    name: str = Field(default="run", pattern=r"^[^/\\\x00]{1,200}$")
     """Name of the run. Default: that of the data."""
     task: Annotated[Task, Flag(panel="model")] = "classification"
     """classification, or segmentation: every pixel has a class."""
@@ -432,9 +441,9 @@ class RunConfig(Settings):
     """Where the features of a frozen backbone are kept; off computes them in every step."""
     feature_precision: Annotated[Literal["float32", "bfloat16"], Flag(panel="transfer")] = "float32"
     """Precision of those features; bfloat16 is faster where the processor has it."""
-    evaluations: Annotated[int, OUTPUT] = Field(default=10, ge=1)
+    evaluations: int = Field(default=10, ge=1)
     """Points of the curve on the public test set."""
-    checkpoint_every: Annotated[int, OUTPUT] = Field(default=50, ge=1)
+    checkpoint_every: int = Field(default=50, ge=1)
     """Steps between two checkpoints."""
     performance: Performance = Performance()
 

@@ -1,10 +1,10 @@
-"""What every command does with its figures and its errors."""
+"""What every command does with its results and its errors: JSON on stdout, one line on stderr."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,23 +12,31 @@ import typer
 
 from dpvision.errors import DPVisionError, brief
 
+PROBLEMS_FOUND = 1
+"""Exit code of a command that ran, and found that something is wrong."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C or SIGTERM."""
+
 
 @contextmanager
-def user_errors() -> Iterator[None]:
+def user_errors(wording: Callable[[str], str] = str) -> Iterator[None]:
     """Turn an error that the user can act on into one line on stderr and exit code 2.
 
-    What the system says of files and memory is such an error, too, wherever it comes up.
+    Errors of the system about files and memory are such errors too, wherever they come from.
+
+    Args:
+        wording: what to make of a message before it is printed.
     """
     try:
         yield
     except DPVisionError as error:
-        fail(str(error))
+        fail(wording(str(error)))
     except BrokenPipeError:
-        raise  # whoever reads our output has seen enough, and needs no word about it
+        raise  # the reader of our output has closed it, and needs no message
     except OSError as error:
         fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}.")
     except MemoryError:
-        fail("this machine's memory is not enough. Use smaller pictures, a smaller model or fewer of either.")
+        fail("Out of memory. Use a smaller --image-size, --model or --microbatch-size.")
 
 
 def fail(message: str) -> None:
@@ -37,13 +45,18 @@ def fail(message: str) -> None:
     raise typer.Exit(2)
 
 
+def say(text: str) -> None:
+    """Print one line on stderr: stdout carries results only."""
+    typer.echo(printable(text), err=True)
+
+
 def printable(text: str) -> str:
-    """``text`` on one line, with control characters (a hostile file name's, say) made visible."""
+    """Return ``text`` on one line, with control characters (of a hostile file name, say) made visible."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text.replace("\n", " "))
 
 
 def known_device(name: str) -> str:
-    """A callback for --device: refuse what torch can't compute on here, before anything is read."""
+    """Refuse a --device that torch can't use here, before anything is read."""
     if name == "cpu":
         return name
     import torch
@@ -58,6 +71,6 @@ def known_device(name: str) -> str:
 
 
 def print_json(values: Mapping[str, Any]) -> None:
-    """Machine-readable figures on stdout."""
+    """Print results on stdout, for programs."""
     json.dump(values, sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")

@@ -1,206 +1,245 @@
-"""``dpvision train`` and ``dpvision resume``."""
+"""``dpvision train`` and ``dpvision resume``: from flags, recipes and files to a run.
+
+The flags of ``train`` are the fields of ``dpvision.config`` (see ``cli.flags``) and the few of ``TrainFlags`` that are
+not settings of the run. Everything that can be refused without torch is refused before torch is imported.
+"""
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpvision.cli.console import known_device, print_json, user_errors
+from dpvision.cli.console import INTERRUPTED, print_json, say
+from dpvision.cli.flags import Device, Given, Json
+from dpvision.errors import ArgumentError, DataError, brief, shown
 
 if TYPE_CHECKING:
+    from dpvision.config import RunConfig
     from dpvision.training import RunResult
 
+LARGEST_CONFIG = 2**20
+MAX_NAME_BYTES = 100
+_OUTPUT = "Output and speed"
+Threads = Annotated[
+    int | None, typer.Option(help="Threads of the processor, >= 1. Default: torch's choice.", rich_help_panel=_OUTPUT)
+]
 
-INTERRUPTED = 130
-Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON on stdout.")]
 
+@dataclass(frozen=True, kw_only=True)
+class TrainFlags:
+    """What ``dpvision train`` is told besides the settings of the run."""
 
-def train(
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            help="A folder of class folders, an .npz file, or mnist, fashionmnist, cifar10, cifar100, digits."
+    recipe: Annotated[str | None, typer.Option(help="Named settings to start from; `dpvision recipes` lists them.")] = None
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings of the run to start from.")] = None
+    output: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME-1, -2 …")] = None
+    quick: Annotated[bool, typer.Option("--quick", help="Smoke test of a recipe: two steps, synthetic images.")] = False
+    json: Json = False
+    scale: Annotated[
+        str,
+        typer.Option(
+            help="Version of the recipe; cpu is reduced.", metavar="[paper|cpu]", rich_help_panel=_OUTPUT
         ),
-    ] = None,
-    masks: Annotated[
-        str | None,
-        typer.Argument(help="With --task segmentation: the masks, a folder or file beside that of the pictures."),
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="classification, or segmentation: every pixel has a class.")] = None,
-    loss: Annotated[str | None, typer.Option(help="cross_entropy; for masks also dice, dice_cross_entropy.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="A named setting; `dpvision recipes` lists them.")] = None,
-    scale: Annotated[str, typer.Option(help="paper, or cpu: the recipe's reduced version, if it has one.")] = "paper",
-    quick: Annotated[bool, typer.Option("--quick", help="Smoke test of a recipe: two steps, made-up data.")] = False,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with the fields of a run.")] = None,
-    target_epsilon: Annotated[float | None, typer.Option(help="The wall: no step crosses it.")] = None,
-    delta: Annotated[float | None, typer.Option(help="Default: a power of ten below 1 / num_units.")] = None,
-    noise_multiplier: Annotated[float | None, typer.Option(help="Default: calibrated to target_epsilon.")] = None,
-    expected_batch_size: Annotated[float | None, typer.Option(help="Mean size of a Poisson draw.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Noisy releases.")] = None,
-    clip_norm: Annotated[float | None, typer.Option(help="L2 bound on one unit's gradient.")] = None,
-    clipping: Annotated[str | None, typer.Option(help="flat, automatic or per_layer: how units are clipped.")] = None,
-    unit_norm: Annotated[
-        bool, typer.Option("--unit-norm", help="Divide by the clip norm too: one rate fits every clip norm.")
-    ] = False,
-    num_units: Annotated[int | None, typer.Option(help="Declared number of privacy units.")] = None,
-    test: Annotated[str | None, typer.Option(help="A public test set; else a part is held out.")] = None,
-    test_masks: Annotated[str | None, typer.Option(help="The masks of the public test set.")] = None,
-    mask_classes: Annotated[str | None, typer.Option(help="merged (any value is foreground) or classes.")] = None,
-    only_foreground: Annotated[
-        bool, typer.Option("--only-foreground", help="Leave out pictures whose mask is empty.")
-    ] = False,
-    volume_axis: Annotated[int | None, typer.Option(help="Axis along which volumes are cut: 0, 1 or 2.")] = None,
-    window: Annotated[tuple[float, float] | None, typer.Option(help="Intensities from LOW to HIGH.")] = None,
-    model: Annotated[str | None, typer.Option(help="A model's name; `dpvision models` lists them.")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="A model's option, as name=value.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="sgd, adam, adamw, nadam or rmsprop.")] = None,
-    learning_rate: Annotated[float | None, typer.Option()] = None,
-    momentum: Annotated[float | None, typer.Option()] = None,
-    image_size: Annotated[int | None, typer.Option(help="Shorter side after resizing, then cropped square.")] = None,
-    normalisation: Annotated[str | None, typer.Option(help="auto, published, fixed, none or released.")] = None,
-    unit_column: Annotated[str | None, typer.Option(help="Array or CSV column that names the owner of a row.")] = None,
-    unit_csv: Annotated[Path | None, typer.Option(help="CSV of file and unit.")] = None,
-    unit_folder_level: Annotated[int | None, typer.Option(help="Which folder of a path names the unit.")] = None,
-    unit_pattern: Annotated[str | None, typer.Option(help="Regular expression: its group names the unit.")] = None,
-    units: Annotated[str | None, typer.Option(help="auto (owners where known), owners or rows.")] = None,
-    most_rows_per_owner: Annotated[
-        int | None, typer.Option(help="With units=rows: use so many rows of an owner, who then gets a figure too.")
-    ] = None,
-    rows_per_unit: Annotated[int | None, typer.Option(help="At most so many rows of a unit in a step.")] = None,
-    privacy_unit: Annotated[str | None, typer.Option(help="What a unit is, in a word: example, patient …")] = None,
-    views: Annotated[int | None, typer.Option(help="Random views of a picture, averaged before the clip.")] = None,
-    crop_padding: Annotated[int | None, typer.Option(help="Random crops after so many pixels of padding.")] = None,
-    padding: Annotated[str | None, typer.Option(help="reflect, symmetric or zeros.")] = None,
-    flip: Annotated[float | None, typer.Option(help="Probability that a view is mirrored.")] = None,
-    rotation: Annotated[float | None, typer.Option(help="Largest angle of a view, in degrees.")] = None,
-    erasing: Annotated[float | None, typer.Option(help="Probability that a part of a view is erased.")] = None,
-    transfer_weights: Annotated[str | None, typer.Option(help="First weights: a file, a run, a known name.")] = None,
-    transfer_source: Annotated[str | None, typer.Option(help="What those were trained on: declared public.")] = None,
-    licence: Annotated[str | None, typer.Option(help="The licence of those weights.")] = None,
-    trained: Annotated[str | None, typer.Option(help="What learns: head, last, all or head_then_all.")] = None,
-    stages: Annotated[int | None, typer.Option(help="With trained=last: so many, the head included.")] = None,
-    head_steps: Annotated[int | None, typer.Option(help="With head_then_all: steps for the head alone.")] = None,
-    initialisation: Annotated[str | None, typer.Option(help="weights or mean_var.")] = None,
-    cache_features: Annotated[str | None, typer.Option(help="Of a frozen front: memory, disk or off.")] = None,
-    feature_precision: Annotated[str | None, typer.Option(help="Kept features: float32 or bfloat16.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where known datasets lie.")] = None,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip and count pictures that can't be read.")] = False,
-    no_privacy: Annotated[bool, typer.Option("--no-privacy", help="Ordinary training: no guarantee at all.")] = False,
-    evaluations: Annotated[int | None, typer.Option(help="Points of the curve on the public test set.")] = None,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Steps between two checkpoints.")] = None,
-    microbatch_size: Annotated[int | None, typer.Option(help="Units at a time: memory and speed only.")] = None,
-    unsafe_seed: Annotated[int | None, typer.Option(help="Repeatable noise, for experiments: not for release.")] = None,
-    output: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME-1, -2 …")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.", callback=known_device)] = "cpu",
-    json: Json = False,
-) -> None:
-    """Train privately: pictures in; model, certificate and report out.
+    ] = "paper"
+    unsafe_seed: Annotated[
+        int | None, typer.Option(help="Repeatable noise, for experiments: not for release.", rich_help_panel="Privacy")
+    ] = None
+    device: Annotated[Device, typer.Option()] = "cpu"
+    threads: Threads = None
+
+
+def train(flags: TrainFlags, given: Given) -> None:
+    """Train privately: images in; model, certificate and report out.
 
     Example: dpvision train ./scans --target-epsilon 3
-    For masks: dpvision train --task segmentation ./slices ./masks --target-epsilon 3
-    """
-    given = {
-        "task": task,
-        "loss": loss,
-        "data": {
-            "source": source,
-            "test": test,
-            "image_size": image_size,
-            "normalisation": normalisation,
-            "unit_column": unit_column,
-            "unit_csv": _text(unit_csv),
-            "unit_folder_level": unit_folder_level,
-            "unit_pattern": unit_pattern,
-            "units": units,
-            "masks": masks,
-            "test_masks": test_masks,
-            "mask_classes": mask_classes,
-            "only_foreground": only_foreground or None,
-            "volume_axis": volume_axis,
-            "window": window,
-            "rows_per_unit": rows_per_unit,
-            "data_dir": _text(data_dir),
-            "skip_bad": skip_bad or None,
-        },
-        "privacy": {
-            "enabled": False if no_privacy else None,
-            "target_epsilon": target_epsilon,
-            "delta": delta,
-            "noise_multiplier": noise_multiplier,
-            "expected_batch_size": expected_batch_size,
-            "steps": steps,
-            "clip_norm": clip_norm,
-            "clipping": clipping,
-            "unit_norm": unit_norm or None,
-            "num_units": num_units,
-            "most_rows_per_owner": most_rows_per_owner,
-            "privacy_unit": privacy_unit,
-        },
-        "views": {
-            "count": views,
-            "crop_padding": crop_padding,
-            "padding": padding,
-            "flip": flip,
-            "rotation": rotation,
-            "erasing": erasing,
-        },
-        "transfer": {
-            "weights": transfer_weights,
-            "source": transfer_source,
-            "licence": licence,
-            "trained": trained,
-            "stages": stages,
-            "head_steps": head_steps,
-            "initialisation": initialisation,
-        },
-        "cache_features": cache_features,
-        "feature_precision": feature_precision,
-        "optimizer": {"name": optimizer, "learning_rate": learning_rate, "momentum": momentum},
-        "performance": {"microbatch_size": microbatch_size},
-        "evaluations": evaluations,
-        "checkpoint_every": checkpoint_every,
-    }
-    with user_errors():
-        from dpvision.cli.run_settings import build_config, parse_options, settle
-        from dpvision.training import train as train_run
 
-        options = parse_options(option)
-        base = build_config(recipe=recipe, scale=scale, file=config, given=given, model=model, options=options)
-        run_config, folder = settle(base, recipe=recipe, output=output, quick=quick)
-        # A smoke test must never pass for a release: a seed set by hand stamps it.
-        seed = 0 if quick and unsafe_seed is None else unsafe_seed
-        result = train_run(run_config, run=folder, seed=seed, device=device, callback=_callback())
-        _finish(result, json=json, quick=quick)
+    Masks: dpvision train --task segmentation ./slices ./masks --target-epsilon 3
+    """
+    base = build_config(given, recipe=flags.recipe, scale=flags.scale, file=flags.config)
+    config, folder = place_run(base, recipe=flags.recipe, output=flags.output, quick=flags.quick)
+    set_threads(flags.threads)
+    from dpvision.cli.progress import TerminalProgress
+    from dpvision.training import train as train_run
+
+    # A smoke test must never pass for a release: a seed set by hand stamps it.
+    seed = 0 if flags.quick and flags.unsafe_seed is None else flags.unsafe_seed
+    result = train_run(config, run=folder, seed=seed, device=flags.device, callback=TerminalProgress())
+    _finish(result, json=flags.json, quick=flags.quick)
 
 
 def resume(
     run: Annotated[Path, typer.Argument(help="The folder of a run that was stopped.")],
     fork: Annotated[
-        bool, typer.Option("--fork", help="Go on although the data changed: other noise, charged again.")
+        bool, typer.Option("--fork", help="Continue although the data changed: other noise, charged again.")
     ] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.", callback=known_device)] = "cpu",
+    device: Device = "cpu",
+    threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Go on with a run that was interrupted.
+    """Continue a run that was interrupted.
 
     Example: dpvision resume runs/demo-1
     """
-    with user_errors():
-        from dpvision.training import resume_training
-
-        _finish(resume_training(run, allow_fork=fork, device=device, callback=_callback()), json=json)
-
-
-def _callback() -> Any:
+    set_threads(threads)
     from dpvision.cli.progress import TerminalProgress
+    from dpvision.training import resume_training
 
-    return TerminalProgress()
+    _finish(resume_training(run, allow_fork=fork, device=device, callback=TerminalProgress()), json=json)
+
+
+def set_threads(threads: int | None) -> None:
+    """Set the number of torch's threads; the run records the number that is in use."""
+    if threads is None:
+        return
+    if not threads >= 1:
+        raise ArgumentError(f"--threads must be >= 1, got {threads}.")
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def build_config(
+    given: Mapping[str, Any], *, recipe: str | None = None, scale: str = "paper", file: Path | None = None
+) -> RunConfig:
+    """Join the settings of a recipe or a file with those of the command line, which come first.
+
+    Args:
+        given: settings from the command line, nested by section; what was left out is not there.
+        recipe: name of a recipe to start from.
+        scale: version of the recipe, "paper" or "cpu".
+        file: TOML file to start from, instead of a recipe.
+
+    Returns:
+        The validated configuration, whose data paths exist.
+
+    Raises:
+        ArgumentError: a setting is wrong, unknown or missing.
+        DataError: a path of the data does not exist.
+    """
+    from dpvision.config import parse_config
+
+    values = _base(recipe, file, scale)
+    if "source" in given.get("data", {}) and isinstance(values.get("data"), dict):
+        values["data"].pop("masks", None)  # those of the base belong to its own images
+    _replace_noise(values, given.get("privacy", {}))
+    for name, setting in given.items():
+        if name == "model":
+            values[name] = _model(_section(values, name), setting)
+        else:
+            values[name] = {**_section(values, name), **setting} if isinstance(setting, Mapping) else setting
+    data = values["data"] = _section(values, "data")
+    if "source" not in data:
+        raise ArgumentError("name what to train on: a folder, an .npz file, a known dataset, or --recipe NAME.")
+    if isinstance(data["source"], str) and "name" not in values:
+        values["name"] = _run_name(data["source"])
+    values.setdefault("privacy", {})
+    config = parse_config(values)
+    if recipe is None:
+        _require_paths(config)
+    return config
+
+
+def _base(recipe: str | None, file: Path | None, scale: str) -> dict[str, Any]:
+    """The settings of a recipe or a file, as nested plain values."""
+    if recipe is not None and file is not None:
+        raise ArgumentError("give --recipe or --config, not both.")
+    if scale != "paper" and recipe is None:
+        raise ArgumentError("--scale needs --recipe: it chooses a version of a recipe.")
+    if recipe is not None:
+        from dpvision.papers import find_recipe
+
+        return find_recipe(recipe).at(scale).model_dump(mode="json")
+    return {} if file is None else _toml(file)
+
+
+def _toml(file: Path) -> dict[str, Any]:
+    if file.exists() and not file.is_file():
+        raise ArgumentError(f"--config {file} is a pipe or a device, not a file.")
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(LARGEST_CONFIG + 1)
+    except OSError as error:
+        raise ArgumentError(f"can't read --config {file}: {error.strerror}.") from error
+    if len(content) > LARGEST_CONFIG:
+        raise ArgumentError(f"--config {file} must have at most {LARGEST_CONFIG} bytes.")
+    try:
+        return tomllib.loads(content.decode())
+    # The parser's own errors are of this kind too; a number of too many digits and too many brackets are not its own.
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"--config {file} is not TOML: {brief(error)}.") from error
+
+
+def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A table of the file; left out, it is empty."""
+    found = values.get(name)
+    if found is not None and not isinstance(found, Mapping):
+        raise ArgumentError(f"{name} must be a table of settings, got {brief(found)}.")
+    return dict(found or {})
+
+
+def _replace_noise(values: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Drop the base's noise if the command line gives a target and no noise of its own."""
+    if "target_epsilon" in given and "noise_multiplier" not in given:
+        values["privacy"] = {k: v for k, v in _section(values, "privacy").items() if k != "noise_multiplier"}
+
+
+def _model(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A model from the command line has no options of the base; options alone join those of the base."""
+    if "name" in given:
+        return {"options": {}, **given}
+    if "name" not in base:
+        raise ArgumentError("--option needs --model or a recipe that names one.")
+    return {"name": base["name"], "options": {**_section(base, "options"), **given["options"]}}
+
+
+def _run_name(source: str) -> str:
+    """The name of a run that was given none: the source's own, as far as a folder may have it."""
+    stem = Path(source).stem.replace("\\", "_").replace("\0", "_")
+    return stem.encode(errors="replace")[:MAX_NAME_BYTES].decode(errors="ignore") or "run"
+
+
+def _require_paths(config: RunConfig) -> None:
+    """Refuse paths of the data that do not exist, before torch is imported."""
+    from dpvision.config import KNOWN_DATASETS
+
+    data = config.data
+    for path in (data.source, data.test, data.masks, data.test_masks):
+        if path is None or path in KNOWN_DATASETS:
+            continue
+        try:
+            found = Path(path).exists()
+        except (OSError, ValueError):
+            found = False
+        if not found:
+            raise DataError(f"{shown(path)} is neither a file or folder nor one of {', '.join(KNOWN_DATASETS)}.")
+
+
+def place_run(config: RunConfig, *, recipe: str | None, output: Path | None, quick: bool) -> tuple[RunConfig, Path]:
+    """Choose the run's folder, and place the data of a recipe; with ``quick`` write synthetic images beside the run."""
+    folder = output or free_folder(Path("runs"), f"{config.name}-quick" if quick else config.name)
+    if recipe is None and not quick:
+        return config, folder
+    if recipe is None:
+        raise ArgumentError("--quick needs --recipe: it tries a recipe on synthetic images.")
+    from dpvision.papers import place_data, quick_config
+
+    return quick_config(config, folder.parent / "made-up") if quick else place_data(config), folder
+
+
+def free_folder(parent: Path, name: str) -> Path:
+    """Return the first of NAME-1, NAME-2 … that does not exist."""
+    number = 1
+    while (parent / f"{name}-{number}").exists():
+        number += 1
+    return parent / f"{name}-{number}"
 
 
 def _finish(result: RunResult, *, json: bool, quick: bool = False) -> None:
-    """Write the report, print the figures, and say how to go on if the run is not done."""
+    """Write the report, print the results, and say how to continue if the run is not done."""
     from dpvision.release.report import summary_lines, write_report
 
     report = write_report(result.run)
@@ -208,7 +247,7 @@ def _finish(result: RunResult, *, json: bool, quick: bool = False) -> None:
     if quick:
         from dpvision.papers import MEANS_NOTHING
 
-        typer.echo(MEANS_NOTHING, err=True)
+        say(MEANS_NOTHING)
         figures["smoke_test"] = MEANS_NOTHING
     if json:
         print_json(figures)
@@ -217,9 +256,5 @@ def _finish(result: RunResult, *, json: bool, quick: bool = False) -> None:
             typer.echo(line)
         typer.echo(f"report: {report}")
     if result.outcome == "stopped":
-        typer.echo(f"stopped before the plan was done; go on with: dpvision resume {result.run}", err=True)
+        say(f"stopped before all steps were done; continue with: dpvision resume {result.run}")
         raise typer.Exit(INTERRUPTED)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)

@@ -1,0 +1,265 @@
+"""Turns functions and settings into commands of the ``dpvision`` program.
+
+A command is a function with plain typed parameters. Two kinds of parameter stand for several flags:
+
+- a dataclass: each of its fields is a flag (a field is ``Annotated`` with ``typer.Option`` and its help);
+- ``Given``: every field of ``RunConfig`` is a flag. Its name, help text, default and panel come from the field, so that
+  a setting is declared once, in ``dpvision.config``. The function receives what was given, nested as in a TOML file.
+
+``as_command`` also reports every error that the user can act on in one line, in terms of flags.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import typer
+
+from dpvision.cli.console import known_device, user_errors
+from dpvision.errors import ArgumentError, brief
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON on stdout.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.", callback=known_device)]
+ModelOptions = Annotated[
+    list[str] | None, typer.Option(help="Option of the model, as name=value. May be repeated.", metavar="NAME=VALUE")
+]
+OTHER_NAMES = {
+    "--epsilon": "--target-epsilon",
+    "--eps": "--target-epsilon",
+    "--lr": "--learning-rate",
+    "--batch-size": "--expected-batch-size",
+    "--batch": "--expected-batch-size",
+    "--clip": "--clip-norm",
+    "--max-grad-norm": "--clip-norm",
+    "--sigma": "--noise-multiplier",
+    "--noise": "--noise-multiplier",
+    "--seed": "--unsafe-seed",
+    "--out": "--output",
+    "--epochs": "--steps",
+}
+"""What other programs call our flags."""
+_PANELS = {
+    "data": "Data",
+    "privacy": "Privacy",
+    "model": "Model",
+    "optimisation": "Optimisation",
+    "augmentation": "Augmentation",
+    "transfer": "Transfer learning",
+    "output": "Output and speed",
+}
+
+
+class Given(dict[str, Any]):
+    """Settings from the command line, nested as in a TOML file; what was left out is not there."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of the configuration as a flag.
+
+    Attributes:
+        path: its keys in a TOML file, such as ("privacy", "delta").
+        flag: the flag, or the upper-case name of a positional argument.
+        field: pydantic's description of it.
+        panel: a key of ``_PANELS``, or "first" for the settings that a beginner needs.
+    """
+
+    path: tuple[str, ...]
+    flag: str
+    field: FieldInfo
+    panel: str
+
+    @property
+    def name(self) -> str:
+        """The name of the command's parameter."""
+        return self.flag.strip("-").replace("-", "_").lower()
+
+    def parameter(self) -> inspect.Parameter:
+        """Describe the flag for typer. The default is None, so that a flag left out does not replace a file's value."""
+        kind, choices = _plain_type(self.field.annotation)
+        text = self.field.description
+        help_text = text if kind is bool or self.field.default in (None, ..., {}) else f"{text} [default: {self._default}]"
+        panel = _PANELS.get(self.panel)
+        info: Any
+        if self.flag.isupper():
+            info = typer.Argument(help=help_text, metavar=f"[{self.flag}]", show_default=False)
+        else:
+            info = typer.Option(self.flag, help=help_text, metavar=choices, rich_help_panel=panel, show_default=False)
+        annotation = Annotated[kind if kind is bool else kind | None, info]
+        default = False if kind is bool else None
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    @property
+    def _default(self) -> str:
+        default = self.field.get_default()
+        return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+@cache
+def run_settings() -> tuple[Setting, ...]:
+    """Every field of ``RunConfig`` that has a flag, those for beginners first, then panel by panel."""
+    from dpvision.config import RunConfig
+
+    order = ("first", *_PANELS)
+    return tuple(sorted(_settings_of(RunConfig, ()), key=lambda each: (not each.flag.isupper(), order.index(each.panel))))
+
+
+def _settings_of(section: Any, above: tuple[str, ...]) -> Iterator[Setting]:
+    from dpvision.config import Flag, Settings
+
+    for name, field in section.model_fields.items():
+        inner = [kind for kind in (field.annotation, *get_args(field.annotation)) if inspect.isclass(kind)]
+        sections = [kind for kind in inner if issubclass(kind, Settings)]
+        flag = next((each for each in field.metadata if isinstance(each, Flag)), Flag())
+        if flag.name == "":
+            continue
+        if sections:
+            yield from _settings_of(sections[0], (*above, name))
+        else:
+            shown = flag.name or f"--{name.replace('_', '-')}"
+            yield Setting((*above, name), shown, field, flag.panel or section.panel)
+
+
+def _plain_type(annotation: Any) -> tuple[Any, str | None]:
+    """The type that typer parses for a field's annotation, and the choices as the help shows them."""
+    if get_origin(annotation) is Annotated:
+        return _plain_type(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        values = get_args(annotation)
+        return type(values[0]), f"[{'|'.join(map(str, values))}]"
+    if get_origin(annotation) is dict:
+        return list[str], "NAME=VALUE"
+    inner = [kind for kind in get_args(annotation) if kind is not NoneType]
+    if get_origin(annotation) is tuple:
+        return tuple[float, float], "LOW HIGH"
+    return _plain_type(inner[0]) if inner else (annotation, None)
+
+
+def _nested(settings: Sequence[Setting], values: Mapping[str, Any]) -> Given:
+    """Sort the values of flags into sections; leave out what was not given."""
+    given = Given()
+    for setting in settings:
+        value = values[setting.name]
+        if value is None or value is False or value == []:
+            continue
+        if isinstance(value, bool):
+            value = not setting.field.default  # the flag of a switch turns it the other way
+        elif get_origin(setting.field.annotation) is dict:
+            value = parse_options(value)
+        section = given
+        for key in setting.path[:-1]:
+            section = section.setdefault(key, {})
+        section[setting.path[-1]] = value
+    return given
+
+
+def as_command(function: Callable[..., None], *, settings: Sequence[Setting] = ()) -> Callable[..., None]:
+    """Make a function that typer can register as a command.
+
+    Args:
+        function: the command; its parameters may be dataclasses of flags and one ``Given``.
+        settings: the flags of ``Given``; without any the command can be listed quickly, but not run with them.
+
+    Returns:
+        A function with one parameter a flag, whose errors are one line on stderr and exit code 2.
+    """
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        kind = parameter.annotation
+        if kind is Given:
+            groups[name] = Given
+            parameters += [setting.parameter() for setting in settings]
+        elif is_dataclass(kind):
+            groups[name] = kind
+            parameters += _dataclass_parameters(kind)
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    names = {parameter.name: f"--{parameter.name.replace('_', '-')}" for parameter in parameters}
+    names |= {".".join(setting.path): setting.flag for setting in settings}
+
+    def run(**values: Any) -> None:
+        with user_errors(lambda message: named_by_flags(message, names)):
+            for name, kind in groups.items():
+                if kind is Given:
+                    values[name] = _nested(settings, values)
+                    for setting in settings:
+                        del values[setting.name]
+                else:
+                    values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+            function(**values)
+
+    # In the help, arguments come first, then the flags for beginners, then panel by panel.
+    parameters.sort(key=lambda each: _panel_of(each) is not None)
+    run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    run.__annotations__ = {}
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    return run
+
+
+def _dataclass_parameters(kind: Any) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    for name, parameter in inspect.signature(kind).parameters.items():
+        yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name], name=name)
+
+
+def _panel_of(parameter: inspect.Parameter) -> str | None:
+    infos = getattr(parameter.annotation, "__metadata__", ())
+    return next((info.rich_help_panel for info in infos if info.rich_help_panel is not None), None)
+
+
+def named_by_flags(message: str, flags: Mapping[str, str]) -> str:
+    """Name flags instead of fields in an error message.
+
+    Args:
+        message: the message of an error of the library.
+        flags: the flag of each name or dotted key.
+
+    Returns:
+        The message with "privacy.delta" as "--delta (privacy.delta)", "clip_norm" as "--clip-norm" and "trained=last"
+        as "--trained last". A plain word such as "steps" stays.
+    """
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found[1], found[2]
+        if name not in flags or not ("." in name or "_" in name or value):
+            return found[0]
+        shown = f"{flags[name]} ({name})" if "." in name else flags[name]
+        return f"{shown} {value[1:]}" if value else shown
+
+    return re.sub(r"(?<![-\w./])([a-z_]+(?:\.[a-z_]+)*)(=\w+)?(?![\w/])", flag, message)
+
+
+def parse_options(texts: Sequence[str] | None) -> dict[str, bool | int | float | str]:
+    """Read ``name=value`` pairs; whole numbers, numbers and true/false become values of that type.
+
+    Raises:
+        ArgumentError: a text has no name or no equals sign.
+    """
+    options: dict[str, bool | int | float | str] = {}
+    for text in texts or []:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ArgumentError(f"--option must look like name=value, got {brief(text)!r}.")
+        options[name] = _value(value)
+    return options
+
+
+def _value(text: str) -> bool | int | float | str:
+    if text in {"true", "false"}:
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
