@@ -25,6 +25,8 @@ from dpvision.privacy.mechanism import Adjacency, Clipping, Mechanism, OrdinaryS
 
 Task = Literal["classification", "segmentation"]
 LossName = Literal["cross_entropy", "dice", "dice_cross_entropy"]
+KNOWN_DATASETS: Final = ("digits", "mnist", "fashionmnist", "cifar10", "cifar100")
+"""Names of data sources that are not paths."""
 Option = bool | int | float | str
 T = TypeVar("T")
 """Problems of a configuration that one message names."""
@@ -85,7 +87,7 @@ class DataConfig(Settings):
     """Data: where the images come from, and what a privacy unit is."""
 
     panel: ClassVar[Panel] = "data"
-    source: Annotated[str, Flag("SOURCE")]
+    source: Annotated[str, Flag("SOURCE", panel="first")]
     """Images to train on: a folder of class folders, an .npz file, or mnist, fashionmnist, cifar10, cifar100, digits.
     """
     test: str | None = None
@@ -95,28 +97,27 @@ class DataConfig(Settings):
     image_size: int | None = Field(default=None, ge=4, le=1024)
     """Shorter side after resizing, in pixels (4 to 1024); then cropped square."""
     channels: Literal[1, 3] | None = None
-    """1 (grey) or 3 (colour). Default: as found in the images."""
+    """Channels of an image, grey or colour. Default: as found."""
     skip_bad: bool = False
     """Skip and count images that can't be read."""
     holdout_fraction: float = Field(default=0.1, gt=0, lt=1)
     """Share of the units that is held out as the test split, between 0 and 1."""
     normalisation: Literal["auto", "published", "fixed", "none", "released"] = "auto"
-    """Constants that pixels are normalised with: published for the dataset, fixed, none, or released with noise at a
-    charge."""
+    """Source of the pixel mean and std; released means estimated with noise, and charged."""
     statistics_noise_multiplier: float = Field(default=8.0, gt=0)
     """Noise multiplier of the pixel statistics, with --normalisation released."""
     mean: Annotated[tuple[float, ...] | None, NO_FLAG] = None
     """Mean of each channel, in [0, 1]. Written by the run."""
     std: Annotated[tuple[float, ...] | None, NO_FLAG] = None
     """Standard deviation of each channel. Written by the run."""
-    masks: Annotated[str | None, Flag("MASKS")] = None
+    masks: Annotated[str | None, Flag("MASKS", panel="first")] = None
     """With --task segmentation: the masks, a folder or file beside that of the images."""
     test_masks: str | None = None
     """Masks of the public test set."""
     mask_classes: Literal["merged", "classes"] = "merged"
-    """merged: any value but 0 is foreground; classes: each value is a class."""
+    """Whether any value but 0 is foreground (merged), or each value is a class."""
     volume_axis: Literal[0, 1, 2] = 2
-    """Axis along which volumes are cut into slices: 0, 1 or 2."""
+    """Axis along which volumes are cut into slices."""
     window: tuple[float, float] | None = None
     """Intensities from LOW to HIGH are used; others are clamped."""
     only_foreground: bool = False
@@ -130,7 +131,7 @@ class DataConfig(Settings):
     unit_pattern: Annotated[str | None, FIRST] = None
     """Regular expression with one group: the group names the owner (a patient, say) of a file."""
     units: Literal["auto", "rows", "owners"] = "auto"
-    """Privacy units: owners where they are known (auto), owners, or single rows."""
+    """What a privacy unit is; auto means owners where they are known, else rows."""
     rows_per_unit: int | None = Field(default=None, ge=1, le=10_000)
     """Most rows of one unit that enter a step (1 to 10000)."""
 
@@ -153,7 +154,7 @@ class ViewsConfig(Settings):
     crop_padding: int = Field(default=0, ge=0, le=64)
     """Pixels added on every side before a random crop (0 to 64)."""
     padding: Literal["reflect", "symmetric", "zeros"] = "reflect"
-    """What is added: mirrored without or with the edge pixel, or black."""
+    """Padding: mirrored without or with the edge pixel, or black."""
     flip: float = Field(default=0.0, ge=0, le=1)
     """Probability that a view is mirrored, 0 to 1."""
     rotation: float = Field(default=0.0, ge=0, le=180)
@@ -217,7 +218,7 @@ class TransferConfig(Settings):
     licence: str | None = None
     """Licence of the weights, for the certificate."""
     initialisation: Literal["weights", "mean_var"] = "weights"
-    """weights, or mean_var: draw each layer with its mean and variance there."""
+    """Use the weights, or draw each layer with their mean and variance (mean_var)."""
     sha256: Annotated[str | None, NO_FLAG] = Field(default=None, pattern="^[0-9a-f]{64}$")
     """SHA-256 of the file. Written by the run if left out."""
     prior: Annotated[PriorRelease | None, NO_FLAG] = None
@@ -406,8 +407,7 @@ class Performance(Settings):
     channels_last: Annotated[bool, Flag("--no-channels-last")] = True
     """Don't lay images out channel by channel, which is faster on a CPU."""
     kernels: Literal["auto", "native", "compiled", "plain"] = "auto"
-    """Compiled C++ (native), norms fused by torch.compile (compiled), PyTorch's own operations (plain); auto is native
-    where it is available, else plain."""
+    """What computes: C++ (native), torch.compile (compiled) or PyTorch (plain); auto: native where available."""
     memory_mib: int = Field(default=256, ge=1)
     """Memory of a micro-batch, in MiB; large models may take up to four times as much."""
 
@@ -426,7 +426,7 @@ class RunConfig(Settings):
     name: str = Field(default="run", pattern=r"^[^/\\\x00]{1,200}$")
     """Name of the run. Default: that of the data."""
     task: Annotated[Task, Flag(panel="model")] = "classification"
-    """classification, or segmentation: every pixel has a class."""
+    """Whether an image has a class, or every pixel of it."""
     loss: Annotated[LossName | None, Flag(panel="model")] = None
     """Loss of a row; dice and dice_cross_entropy are for segmentation."""
     data: DataConfig
@@ -438,7 +438,7 @@ class RunConfig(Settings):
     schedule: ScheduleSettings = ScheduleSettings()
     averaging: AveragingSettings = AveragingSettings()
     cache_features: Annotated[Literal["memory", "disk", "off"], Flag(panel="transfer")] = "memory"
-    """Where the features of a frozen backbone are kept; off computes them in every step."""
+    """Where the features of a frozen backbone are kept; off: computed in every step."""
     feature_precision: Annotated[Literal["float32", "bfloat16"], Flag(panel="transfer")] = "float32"
     """Precision of those features; bfloat16 is faster where the processor has it."""
     evaluations: int = Field(default=10, ge=1)

@@ -11,25 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from dpvision.accounting import guarantee, mechanism_guarantee, plan, scaled, steps_for_epochs
 from dpvision.accounting.budget_plan import default_batch_sizes
-from dpvision.cli.epsilon_command import plan as plan_command
+from dpvision.cli import app
 from dpvision.errors import ArgumentError
 from dpvision.privacy.mechanism import Event, Mechanism, rounded_up
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command()(plan_command)
 SETTING = "--num-units 50000 --expected-batch-size 4096 --steps 2500 --delta 1e-5"
 TARGET = Mechanism(num_units=50_000, expected_batch_size=4096, clip_norm=1.0, noise_multiplier=3.0, steps=2500)
 
 
 def run(line: str) -> Any:
-    return CliRunner().invoke(app, shlex.split(line), catch_exceptions=False)
+    return CliRunner().invoke(app, ["plan", *shlex.split(line)], catch_exceptions=False)
 
 
 def figures(line: str) -> dict[str, Any]:
@@ -133,9 +130,9 @@ def test_a_target_epsilon_calibrates_the_target_and_not_the_search() -> None:
         ("--num-units 50 --steps 3 --noise-multiplier 3 --scale-down 2", "missing --expected-batch-size"),
         ("--expected-batch-size 5 --steps 3 --noise-multiplier 3 --scale-down 2", "missing --num-units"),
         (f"{SETTING} --noise-multiplier 3 --scale-down 2 --plot plan.png", "--plot draws a plan"),
-        (f"{SETTING} --noise-multiplier 0 --scale-down 2", "noise_multiplier must be a finite number > 0"),
-        (f"{SETTING} --noise-multiplier 3 --scale-down 1e9", "noise_multiplier must lie between"),
-        (f"{SETTING} --noise-multiplier 3", "plan finds the noise_multiplier. For a given one use dpvision epsilon."),
+        (f"{SETTING} --noise-multiplier 0 --scale-down 2", "--noise-multiplier must be a finite number > 0"),
+        (f"{SETTING} --noise-multiplier 3 --scale-down 1e9", "--noise-multiplier must lie between"),
+        (f"{SETTING} --noise-multiplier 3", "plan finds the --noise-multiplier. For a given one use dpvision epsilon."),
     ],
 )
 @pytest.mark.parametrize("form", ["", " --json"])

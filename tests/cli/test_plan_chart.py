@@ -9,21 +9,17 @@ from statistics import NormalDist
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from dpvision.accounting import PlanRow, guarantee, plan
-from dpvision.cli.epsilon_command import plan as plan_command
+from dpvision.cli import app
 from dpvision.cli.plan_chart import PUBLISHED, draw_plan, published_settings
 from dpvision.cli.plan_command import print_plan
 from dpvision.privacy.mechanism import Adjacency, Guarantee, rounded_up
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command()(plan_command)
-
 
 def run(line: str) -> Any:
-    return CliRunner().invoke(app, line.split(), catch_exceptions=False)
+    return CliRunner().invoke(app, ["plan", *line.split()], catch_exceptions=False)
 
 
 def row(**changes: Any) -> PlanRow:

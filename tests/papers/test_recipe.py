@@ -318,11 +318,10 @@ def test_train_quick_says_that_its_figures_mean_nothing_and_stamps_the_run(
 
 
 def test_scale_cpu_takes_the_reduced_version() -> None:
-    from dpvision.cli.run_settings import build_config
+    from dpvision.cli.train_command import build_config
 
-    given = {"privacy": {"target_epsilon": None, "noise_multiplier": None}}
     name = "cifar10-scaleresnet9-eps3"
-    config = build_config(recipe=name, scale="cpu", file=None, given=given, model=None, options={})
+    config = build_config({}, recipe=name, scale="cpu")
     assert config == find_recipe(name).cpu
 
 

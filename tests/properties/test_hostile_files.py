@@ -21,7 +21,7 @@ from safetensors.torch import save
 
 import dpvision.data.images as images
 from dpvision.cli import main
-from dpvision.cli.run_settings import build_config
+from dpvision.cli.train_command import build_config
 from dpvision.config import parse_config
 from dpvision.data import LoadOptions, load, load_images
 from dpvision.data.cifar import MAX_MEMBERS, open_files
@@ -36,7 +36,6 @@ from dpvision.privacy.randomness import Keys
 from dpvision.storage.run_folder import RunFolder
 from dpvision.training.initial_weights import read_weights
 
-GIVEN: dict[str, Any] = {"privacy": {"target_epsilon": None, "noise_multiplier": None}}
 HEADER = "{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}"
 
 
@@ -91,7 +90,7 @@ def test_pipes_as_weights_owners_and_configuration_are_refused_at_once(tmp_path:
     with pytest.raises(DPVisionError, match="pipe or a device"):
         unit_names(["a.png"], options=LoadOptions(unit_csv=pipe))
     with pytest.raises(DPVisionError, match="pipe or a device"):
-        build_config(recipe=None, file=pipe, given=GIVEN, model=None, options={})
+        build_config({}, file=pipe)
     with pytest.raises(DataError, match="device"), open_regular(Path("/dev/zero")):
         pass
 
@@ -275,9 +274,9 @@ def test_safetensors_that_lie_are_refused(tmp_path: Path) -> None:
 def test_a_hostile_configuration_is_one_short_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(text)
-    given = {"privacy": {"target_epsilon": 3.0, "noise_multiplier": None}}
+    given = {"privacy": {"target_epsilon": 3.0}, "model": {"options": {"image_size": 8}}}
     with pytest.raises(ArgumentError) as caught:
-        build_config(recipe=None, file=path, given=given, model=None, options={"image_size": 8})
+        build_config(given, file=path)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -526,11 +525,9 @@ def test_the_terminal_hears_of_missing_privacy_and_hostile_names() -> None:
 
 
 def run_command(*arguments: str) -> Any:
-    from dpvision.cli.report_command import report as report_command
+    from dpvision.cli import app
 
-    app = typer.Typer()
-    app.command()(report_command)
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(app, ["report", *arguments])
 
 
 def test_the_command_writes_the_page_and_prints_its_place(tmp_path: Path) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
-from dpvision.cli.verify_command import verify as verify_command
+from dpvision.cli import app
 from dpvision.errors import ArgumentError
 from dpvision.privacy.ledger import Ledger, read_ledger
 from dpvision.privacy.mechanism import Mechanism
@@ -467,9 +466,7 @@ def test_random_values_in_a_certificate_are_all_named(run: Path) -> None:
 
 
 def command(*arguments: str) -> Any:
-    app = typer.Typer()
-    app.command()(verify_command)
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(app, ["verify", *arguments])
 
 
 def test_the_command_says_what_it_found_by_its_exit_code(run: Path) -> None:

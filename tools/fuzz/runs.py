@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from dpvision.cli import main
-from dpvision.cli.run_settings import build_config
+from dpvision.cli.train_command import build_config
 from dpvision.config import parse_config
 from dpvision.inference.load import load_model
 from dpvision.privacy.ledger import read_ledger
@@ -68,9 +68,9 @@ def toml_config(rng: Random, seeds: Seeds, box: Path) -> Case:
         text = text[:at] + "\n" + rng.choice(odd) + "\n" + text[at:]
     data = text.encode("utf-8", "surrogatepass")
     path.write_bytes(spoiled_bytes(rng, data) if rng.random() < 0.4 else data)
-    given: dict[str, Any] = {"privacy": {"target_epsilon": rng.choice((None, 3.0)), "noise_multiplier": None}}
-    options = rng.choice(({}, {"image_size": 8}))
-    return lambda: build_config(recipe=None, file=path, given=given, model=None, options=options)
+    given: dict[str, Any] = rng.choice(({}, {"privacy": {"target_epsilon": 3.0}}))
+    options = rng.choice(({}, {"model": {"options": {"image_size": 8}}}))
+    return lambda: build_config({**given, **options}, file=path)
 
 
 def _spoiled(rng: Random, values: Any) -> Any:

@@ -87,8 +87,8 @@ REPRODUCE = (
         "cli/train_command.py",
         (
             "a quick run is not stamped",
-            "seed = 0 if quick and unsafe_seed is None else unsafe_seed",
-            "seed = unsafe_seed",
+            "seed = 0 if flags.quick and flags.unsafe_seed is None else flags.unsafe_seed",
+            "seed = flags.unsafe_seed",
         ),
     ),
 )

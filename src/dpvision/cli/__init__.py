@@ -1,28 +1,69 @@
-"""The ``dpvision`` command. Commands hold no logic; each imports what it needs when it runs."""
+"""The ``dpvision`` command: one module for each group of commands.
+
+Commands hold no logic; each imports what it needs when it runs, so that ``dpvision --help`` needs neither torch nor
+pydantic. ``flags`` derives the flags of ``train`` from the configuration, ``console`` prints results and errors.
+"""
 
 from __future__ import annotations
 
+import difflib
+from typing import Annotated, Any
+
 import typer
+from typer.core import TyperGroup
 
+from dpvision import __version__
 from dpvision.cli.audit_command import audit
-from dpvision.cli.check_command import check
-from dpvision.cli.console import printable
-from dpvision.cli.epsilon_command import calibrate, epsilon, plan
-from dpvision.cli.list_commands import models, recipes
+from dpvision.cli.console import INTERRUPTED, printable
+from dpvision.cli.epsilon_command import calibrate, epsilon
+from dpvision.cli.flags import OTHER_NAMES, as_command, run_settings
+from dpvision.cli.model_commands import check, models
+from dpvision.cli.paper_commands import recipes, reproduce
+from dpvision.cli.plan_command import plan
 from dpvision.cli.predict_command import evaluate, predict
-from dpvision.cli.report_command import report
-from dpvision.cli.reproduce_command import reproduce
-from dpvision.cli.sign_command import keygen, sign
-from dpvision.cli.train_command import INTERRUPTED, resume, train
-from dpvision.cli.verify_command import verify
+from dpvision.cli.release_commands import keygen, report, sign, verify
+from dpvision.cli.train_command import resume, train
 
-app = typer.Typer(
-    name="dpvision",
-    help="Train image models on private pictures, with a differential-privacy guarantee that anyone can check.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+_SINGLE = {"add_completion": False, "pretty_exceptions_enable": False}
+
+
+class _Commands(TyperGroup):
+    """The commands; the flags of ``train`` are derived only when it is called, since they need pydantic."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command to run."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, train_command() if name == "train" else command, rest
+
+
+def train_command() -> Any:
+    """Return ``dpvision train`` with every flag of the configuration."""
+    alone = typer.Typer(**_SINGLE)
+    alone.command("train")(as_command(train, settings=run_settings()))
+    return typer.main.get_command(alone)
+
+
+app = typer.Typer(name="dpvision", cls=_Commands, no_args_is_help=True, **_SINGLE)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dpvision {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _dpvision(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train image models on private images, with a differential-privacy guarantee that anyone can check.
+
+    Example: dpvision train ./scans --target-epsilon 3
+    """
+    del version
+
 
 for _command in (
     train,
@@ -42,19 +83,40 @@ for _command in (
     recipes,
     reproduce,
 ):
-    app.command(_command.__name__)(_command)
+    app.command(_command.__name__)(as_command(_command))
 
 
-def main() -> None:
-    """Entry point of the ``dpvision`` script: a bad flag is one line and exit code 2, like any other bad input."""
-    command = typer.main.get_command(app)
+def run_program(program: Any, *, name: str) -> None:
+    """Run a typer program so that a bad flag is one line and exit code 2, like any other bad input.
+
+    Args:
+        program: the typer application.
+        name: what the user typed to start it.
+    """
     try:
-        code = command.main(prog_name="dpvision", standalone_mode=False)
-    except typer.exceptions.TyperException as error:
-        message = error.format_message() if isinstance(error, typer.BadParameter) else str(error)
+        code = typer.main.get_command(program).main(prog_name=name, standalone_mode=False)
+    except typer.TyperException as error:
+        message = _usage_message(error)
         if message:  # empty after the help that answers a call without arguments
             typer.echo(f"error: {printable(message)} Try --help.", err=True)
         raise SystemExit(2) from error
     except (typer.Abort, KeyboardInterrupt) as error:
         raise SystemExit(INTERRUPTED) from error
     raise SystemExit(code or 0)
+
+
+def _usage_message(error: Any) -> str:
+    """The message of a wrong call; an unknown flag comes with the flag that was probably meant."""
+    unknown = getattr(error, "option_name", None)
+    command = getattr(error, "cmd", None)
+    if unknown is None or command is None or not str(error).startswith("No such option"):
+        return error.format_message() if isinstance(error, typer.BadParameter) else str(error)
+    known = [flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")]
+    meant = OTHER_NAMES.get(unknown)
+    close = [meant] if meant in known else difflib.get_close_matches(unknown, known, n=1)
+    return f"No such option: {unknown}.{f' Did you mean {close[0]}?' if close else ''}"
+
+
+def main() -> None:
+    """Run the ``dpvision`` command with the arguments of this process."""
+    run_program(app, name="dpvision")

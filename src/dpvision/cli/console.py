@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ PROBLEMS_FOUND = 1
 """Exit code of a command that ran, and found that something is wrong."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM."""
+_UNBROKEN = 1_000
 
 
 @contextmanager
@@ -74,3 +75,21 @@ def print_json(values: Mapping[str, Any]) -> None:
     """Print results on stdout, for programs."""
     json.dump(values, sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")
+
+
+def print_table(columns: tuple[str, ...], rows: Sequence[Mapping[str, object]], *, header: bool = True) -> None:
+    """Print rows as a table on stdout; whole numbers are right-aligned."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        # One line for each row, however long, for grep and for files.
+        console.width = _UNBROKEN
+    table = Table(box=None, pad_edge=False, show_header=header)
+    for column in columns:
+        figures = all(isinstance(row[column], int) for row in rows)
+        table.add_column(column, justify="right" if figures else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(f"{row[c]:,}" if isinstance(row[c], int) else str(row[c]) for c in columns))
+    console.print(table)

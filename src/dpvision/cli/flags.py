@@ -85,23 +85,25 @@ class Setting:
 
     def parameter(self) -> inspect.Parameter:
         """Describe the flag for typer. The default is None, so that a flag left out does not replace a file's value."""
-        kind, choices = _plain_type(self.field.annotation)
-        text = self.field.description
-        help_text = text if kind is bool or self.field.default in (None, ..., {}) else f"{text} [default: {self._default}]"
+        kind, metavar = _plain_type(self.field.annotation)
+        values = _choices(self.field.annotation)
+        choices = f" One of {', '.join(map(str, values))}." if values else ""
         panel = _PANELS.get(self.panel)
+        text = f"{self.field.description}{choices}{self._default_text(kind)}"
         info: Any
         if self.flag.isupper():
-            info = typer.Argument(help=help_text, metavar=f"[{self.flag}]", show_default=False)
+            info = typer.Argument(help=text, metavar=self.flag, show_default=False)
         else:
-            info = typer.Option(self.flag, help=help_text, metavar=choices, rich_help_panel=panel, show_default=False)
+            info = typer.Option(self.flag, help=text, metavar=metavar, rich_help_panel=panel, show_default=False)
         annotation = Annotated[kind if kind is bool else kind | None, info]
-        default = False if kind is bool else None
-        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        left_out = False if kind is bool else None
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=left_out, annotation=annotation)
 
-    @property
-    def _default(self) -> str:
-        default = self.field.get_default()
-        return f"{default:g}" if isinstance(default, float) else str(default)
+    def _default_text(self, kind: Any) -> str:
+        default = None if self.field.is_required() else self.field.default
+        if kind is bool or default is None or default == {} or "Default:" in str(self.field.description):
+            return ""
+        return f" Default: {default}."
 
 
 @cache
@@ -110,7 +112,8 @@ def run_settings() -> tuple[Setting, ...]:
     from dpvision.config import RunConfig
 
     order = ("first", *_PANELS)
-    return tuple(sorted(_settings_of(RunConfig, ()), key=lambda each: (not each.flag.isupper(), order.index(each.panel))))
+    found = sorted(_settings_of(RunConfig, ()), key=lambda each: each.path[0] != "privacy")
+    return tuple(sorted(found, key=lambda each: order.index(each.panel)))
 
 
 def _settings_of(section: Any, above: tuple[str, ...]) -> Iterator[Setting]:
@@ -130,18 +133,23 @@ def _settings_of(section: Any, above: tuple[str, ...]) -> Iterator[Setting]:
 
 
 def _plain_type(annotation: Any) -> tuple[Any, str | None]:
-    """The type that typer parses for a field's annotation, and the choices as the help shows them."""
-    if get_origin(annotation) is Annotated:
-        return _plain_type(get_args(annotation)[0])
-    if get_origin(annotation) is Literal:
-        values = get_args(annotation)
-        return type(values[0]), f"[{'|'.join(map(str, values))}]"
-    if get_origin(annotation) is dict:
+    """The type that typer parses for a field's annotation, and its name in the help where typer has no good one."""
+    values = _choices(annotation)
+    if values:
+        return type(values[0]), None
+    origin, inner = get_origin(annotation), [kind for kind in get_args(annotation) if kind is not NoneType]
+    if origin is dict:
         return list[str], "NAME=VALUE"
-    inner = [kind for kind in get_args(annotation) if kind is not NoneType]
-    if get_origin(annotation) is tuple:
+    if origin is tuple:
         return tuple[float, float], "LOW HIGH"
     return _plain_type(inner[0]) if inner else (annotation, None)
+
+
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """The values of a Literal, also of an optional one; else none."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return next((get_args(kind) for kind in get_args(annotation) if get_origin(kind) is Literal), ())
 
 
 def _nested(settings: Sequence[Setting], values: Mapping[str, Any]) -> Given:
@@ -198,8 +206,8 @@ def as_command(function: Callable[..., None], *, settings: Sequence[Setting] = (
                     values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
             function(**values)
 
-    # In the help, arguments come first, then the flags for beginners, then panel by panel.
-    parameters.sort(key=lambda each: _panel_of(each) is not None)
+    # In the help the flags for beginners come first, then panel by panel.
+    parameters.sort(key=_panel_number)
     run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     run.__annotations__ = {}
     run.__name__, run.__doc__ = function.__name__, function.__doc__
@@ -212,9 +220,10 @@ def _dataclass_parameters(kind: Any) -> Iterator[inspect.Parameter]:
         yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name], name=name)
 
 
-def _panel_of(parameter: inspect.Parameter) -> str | None:
-    infos = getattr(parameter.annotation, "__metadata__", ())
-    return next((info.rich_help_panel for info in infos if info.rich_help_panel is not None), None)
+def _panel_number(parameter: inspect.Parameter) -> int:
+    """The place of a flag's panel in the help; the panel without a name is the first."""
+    titles = [getattr(info, "rich_help_panel", None) for info in getattr(parameter.annotation, "__metadata__", ())]
+    return next((list(_PANELS.values()).index(title) + 1 for title in titles if title is not None), 0)
 
 
 def named_by_flags(message: str, flags: Mapping[str, str]) -> str:

@@ -1,13 +1,28 @@
-"""What ``dpvision plan`` prints: a table of ways to spend a budget, or a setting and its cheap or costly twin."""
+"""``dpvision plan``: a table of ways to spend a budget, or one setting scaled to a cheaper or larger one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from dpvision.cli.console import print_json
+from dpvision.cli.console import print_json, say
+from dpvision.cli.epsilon_command import (
+    AdjacencyName,
+    Delta,
+    NumUnits,
+    Target,
+    choose_delta,
+    count_steps,
+    mechanism_of,
+    require,
+    solve,
+)
+from dpvision.cli.flags import Json
+from dpvision.errors import ArgumentError
 
 if TYPE_CHECKING:
     from dpvision.accounting import PlanRow
@@ -22,16 +37,140 @@ _CAPTION = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanFlags:
+    """What ``dpvision plan`` is told."""
+
+    num_units: NumUnits = None
+    target_epsilon: Target = None
+    expected_batch_size: Annotated[
+        list[float] | None, typer.Option(help="Repeat for several. Example: --expected-batch-size 1024")
+    ] = None
+    epochs: Annotated[list[float] | None, typer.Option(help="Repeat for several. Example: --epochs 30")] = None
+    steps: Annotated[list[int] | None, typer.Option(help="Instead of --epochs. Example: --steps 2000")] = None
+    noise_multiplier: Annotated[
+        float | None, typer.Option(help="With --scale-…, instead of --target-epsilon. Example: --noise-multiplier 3")
+    ] = None
+    scale_down: Annotated[
+        float | None,
+        typer.Option(help="One setting and a cheaper one for a search, NOT private (TAN). Example: --scale-down 16"),
+    ] = None
+    scale_up: Annotated[
+        float | None, typer.Option(help="From the cheap setting back to the full one. Example: --scale-up 16")
+    ] = None
+    delta: Delta = None
+    adjacency: AdjacencyName = "add_remove"
+    plot: Annotated[Path | None, typer.Option(help="Write a chart here. Example: --plot plan.png")] = None
+    json: Json = False
+
+
+def plan(flags: PlanFlags) -> None:
+    """Tabulate the noise for every pair of batch size and length at one target epsilon; or scale one setting.
+
+    Example: dpvision plan --num-units 50000 --target-epsilon 8 --plot plan.png
+    """
+    if flags.scale_down is not None or flags.scale_up is not None:
+        _scale(flags)
+        return
+    if flags.noise_multiplier is not None:
+        raise ArgumentError("plan finds the noise_multiplier. For a given one use dpvision epsilon.")
+    require(num_units=flags.num_units, target_epsilon=flags.target_epsilon)
+    units, target = cast("int", flags.num_units), cast("float", flags.target_epsilon)
+    delta = choose_delta(flags.delta, units, json=flags.json)
+    if flags.plot is not None:
+        _check_plot(flags.plot)
+    from rich.console import Console
+
+    from dpvision.accounting import plan as make_plan
+    from dpvision.cli.plan_chart import published_settings
+
+    with Console(stderr=True).status("calibrating the noise"):
+        rows = list(
+            make_plan(
+                num_units=units,
+                target_epsilon=target,
+                delta=delta[0],
+                expected_batch_sizes=flags.expected_batch_size or (),
+                epochs=flags.epochs or (),
+                steps=flags.steps or (),
+                adjacency=cast("Adjacency", flags.adjacency),
+            )
+        )
+    known = published_settings(num_units=units, target_epsilon=target, delta=delta[0])
+    print_plan(rows, known, target=target, delta_proposed=delta[1], json=flags.json)
+    if flags.plot is not None:
+        from dpvision.cli.plan_chart import draw_plan
+
+        draw_plan(rows, flags.plot, published=known)
+        typer.echo(f"picture: {flags.plot}", err=flags.json)
+
+
+def _check_plot(path: Path) -> None:
+    if path.suffix.lower() not in {".png", ".svg", ".pdf"}:
+        raise ArgumentError(f"--plot must end in .png, .svg or .pdf, got {path.name!r}.")
+    if not path.absolute().parent.is_dir():
+        raise ArgumentError(f"--plot must be in a folder that exists, got {path}.")
+
+
+def _scale(flags: PlanFlags) -> None:
+    """Print one setting and the cheaper or larger one with equal noise on the mean gradient."""
+    from dpvision.accounting import scaled
+
+    if flags.plot is not None:
+        raise ArgumentError("--plot draws a plan over several settings. Leave it out with --scale-….")
+    batch = _only("--expected-batch-size", flags.expected_batch_size)
+    require(num_units=flags.num_units, expected_batch_size=batch)
+    units = cast("int", flags.num_units)
+    up, factor = _direction(flags)
+    steps = count_steps(_only("--steps", flags.steps), _only("--epochs", flags.epochs), units, batch)
+    _check_noise(flags, up=up)
+    delta = choose_delta(flags.delta, units, json=flags.json)
+    noise = flags.noise_multiplier
+    if noise is None:
+        known = {"expected_batch_size": batch, "steps": steps, "target_epsilon": flags.target_epsilon}
+        noise = solve("noise_multiplier", known, num_units=units, delta=delta[0], adjacency=flags.adjacency)
+    given = mechanism_of(flags, expected_batch_size=batch, noise_multiplier=noise, steps=steps)
+    other = scaled(given, by=factor if up else 1 / factor)
+    search, target = (given, other) if up else (other, given)
+    print_scaling(search=search, target=target, factor=factor, up=up, delta=delta, json=flags.json)
+
+
+def _only(flag: str, values: list[Any] | None) -> Any:
+    """The one value of a flag that may be repeated elsewhere, or None."""
+    if values and len(values) > 1:
+        raise ArgumentError(f"{flag} must be given once with --scale-down or --scale-up, got {len(values)} values.")
+    return values[0] if values else None
+
+
+def _direction(flags: PlanFlags) -> tuple[bool, float]:
+    """Whether to scale up, and by how much."""
+    given = {"down": flags.scale_down, "up": flags.scale_up}
+    chosen = [(name, factor) for name, factor in given.items() if factor is not None]
+    if len(chosen) != 1:
+        raise ArgumentError("give either --scale-down or --scale-up, got both.")
+    ((name, factor),) = chosen
+    if not 1 < factor < float("inf"):
+        raise ArgumentError(f"--scale-{name} must be a finite number > 1, got {factor}.")
+    return name == "up", factor
+
+
+def _check_noise(flags: PlanFlags, *, up: bool) -> None:
+    if up and flags.noise_multiplier is None:
+        raise ArgumentError("--scale-up starts from a cheap setting: give its --noise-multiplier.")
+    if (flags.noise_multiplier is None) == (flags.target_epsilon is None):
+        raise ArgumentError("with --scale-down or --scale-up give either --target-epsilon or --noise-multiplier.")
+
+
 def print_plan(
     rows: Sequence[PlanRow], published: Sequence[Published], *, target: float, delta_proposed: bool, json: bool
 ) -> None:
-    """The rows, what papers chose for the same data and epsilon, and warnings."""
+    """Print the rows, what papers chose for the same data and epsilon, and warnings."""
     from dpvision.accounting import cautions
 
     spent: Guarantee = max((row.guarantee for row in rows), key=lambda guarantee: guarantee.epsilon)
     warnings = cautions(spent, num_units=rows[0].num_units)
     for warning in warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}")
     chosen = [_published_figures(setting, spent.adjacency) for setting in published]
     if json:
         facts = {"target_epsilon": target, "delta": spent.delta, "delta_proposed": delta_proposed}
@@ -47,7 +186,7 @@ def print_plan(
 def print_scaling(
     *, search: Mechanism, target: Mechanism, factor: float, up: bool, delta: tuple[float, bool], json: bool
 ) -> None:
-    """The cheap setting, the costly one, the epsilon of each, and what that means for a search.
+    """Print the cheap setting, the full one, the epsilon of each, and what that means for a search.
 
     ``up`` says that the search was given and the target found; ``delta`` comes with whether it was proposed.
     """

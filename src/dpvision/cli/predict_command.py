@@ -1,4 +1,4 @@
-"""``dpvision evaluate`` and ``dpvision predict``: a released model at work."""
+"""``dpvision evaluate`` and ``dpvision predict``: use a released model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpvision.cli.console import known_device, print_json, printable, user_errors
+from dpvision.cli.console import print_json, printable, say
+from dpvision.cli.flags import Device, Json
+from dpvision.errors import ArgumentError
 
 if TYPE_CHECKING:
     from dpvision.inference import MaskMetrics, Metrics
@@ -15,95 +17,91 @@ if TYPE_CHECKING:
 
 
 Run = Annotated[Path, typer.Argument(help="A run's folder.")]
-Json = Annotated[bool, typer.Option("--json", help="Print figures as JSON on stdout.")]
 
 
 def evaluate(
     run: Run,
-    test: Annotated[str | None, typer.Option(help="Public pictures. Default: the run's own test split.")] = None,
-    test_masks: Annotated[str | None, typer.Option(help="Their masks, for a model that draws masks.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where known datasets lie.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.", callback=known_device)] = "cpu",
+    test: Annotated[str | None, typer.Option(help="Public images. Default: the run's own test split.")] = None,
+    test_masks: Annotated[str | None, typer.Option(help="Their masks, for a segmentation model.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Folder that holds the known datasets.")] = None,
+    device: Device = "cpu",
     json: Json = False,
 ) -> None:
-    """Accuracy, or Dice, of a released model on public pictures.
+    """Measure a released model on public images: accuracy, or Dice for masks.
 
     Example: dpvision evaluate runs/demo-1 --json
 
     Example: dpvision evaluate runs/liver --test scans --test-masks masks
     """
-    with user_errors():
-        from dpvision.inference import evaluate as measure
-        from dpvision.inference import evaluate_masks
-        from dpvision.inference.load import load_model, load_test_images
+    from dpvision.inference import evaluate as measure
+    from dpvision.inference import evaluate_masks
+    from dpvision.inference.load import load_model, load_test_images
 
-        released = load_model(run)
-        store = load_test_images(run, released, test=test, test_masks=test_masks, data_dir=data_dir)
-        judge = evaluate_masks if store.per_pixel else measure
-        metrics = judge(released.model.to(device), store, released.normalisation, device=device)
-        if json:
-            print_json({"evaluated_on": store.name, **metrics.to_dict()})
-            return
-        first, *others = _lines(metrics)
-        typer.echo(f"{printable(store.name)}: {first}")
-        for line in others:
-            typer.echo(f"  {printable(line)}")
+    released = load_model(run)
+    store = load_test_images(run, released, test=test, test_masks=test_masks, data_dir=data_dir)
+    judge = evaluate_masks if store.per_pixel else measure
+    metrics = judge(released.model.to(device), store, released.normalisation, device=device)
+    if json:
+        print_json({"evaluated_on": store.name, **metrics.to_dict()})
+        return
+    first, *others = _lines(metrics)
+    typer.echo(f"{printable(store.name)}: {first}")
+    for line in others:
+        typer.echo(f"  {printable(line)}")
 
 
 def predict(
     run: Run,
-    pictures: Annotated[list[Path], typer.Argument(help="Picture files, folders of them, or NIfTI volumes for masks.")],
+    images: Annotated[list[Path], typer.Argument(help="Image files, folders of them, or NIfTI volumes for masks.")],
     output: Annotated[Path | None, typer.Option(help="Folder for masks: NAME_mask.png or NAME_mask.nii.gz.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace masks that are there already.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing masks.")] = False,
     window: Annotated[
         tuple[float, float] | None, typer.Option(help="Volumes: intensities from LOW to HIGH. Default: the run's own.")
     ] = None,
-    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip pictures that can't be read.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda.", callback=known_device)] = "cpu",
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip images that can't be read.")] = False,
+    device: Device = "cpu",
     json: Json = False,
 ) -> None:
-    """What a released model sees in pictures: a class for each, or a mask.
+    """Predict with a released model: a class for each image, or a mask.
 
     Example: dpvision predict runs/demo-1 scan1.png scan2.png
 
     Example: dpvision predict runs/liver scan.nii.gz --output masks
     """
-    with user_errors():
-        from dpvision.errors import ArgumentError
-        from dpvision.inference.load import load_model
+    from dpvision.inference.load import load_model
 
-        released = load_model(run)
-        draws = released.config.task == "segmentation"
-        if draws and output is None:
-            raise ArgumentError("this model draws masks: name a folder for them with --output.")
-        if not draws and (output is not None or force):
-            raise ArgumentError("this model gives a class for each picture, no masks: leave out --output and --force.")
-        if window is not None:
-            released = released.with_window(window)
-        if output is None:
-            figures, lines, skipped = _classes(released, pictures, skip_bad=skip_bad, device=device)
-        else:
-            if output.resolve().is_relative_to(run.resolve()):
-                raise ArgumentError(f"--output must lie outside the run's own folder, got {output}.")
-            figures, lines, skipped = _masks(released, pictures, output, force=force, skip_bad=skip_bad, device=device)
-        if json:
-            print_json({**figures, "skipped": [list(pair) for pair in skipped]})
-            return
-        for line in lines:
-            typer.echo(printable(line))
-        for name, reason in skipped:
-            typer.echo(f"skipped {printable(name)}: {printable(reason)}", err=True)
+    released = load_model(run)
+    draws = released.config.task == "segmentation"
+    if draws and output is None:
+        raise ArgumentError("this model predicts masks: name a folder for them with --output.")
+    if not draws and (output is not None or force):
+        raise ArgumentError("this model predicts a class for each image, no masks: leave out --output and --force.")
+    if window is not None:
+        released = released.with_window(window)
+    if output is None:
+        figures, lines, skipped = _classes(released, images, skip_bad=skip_bad, device=device)
+    else:
+        if output.resolve().is_relative_to(run.resolve()):
+            raise ArgumentError(f"--output must lie outside the run's own folder, got {output}.")
+        figures, lines, skipped = _masks(released, images, output, force=force, skip_bad=skip_bad, device=device)
+    if json:
+        print_json({**figures, "skipped": [list(pair) for pair in skipped]})
+        return
+    for line in lines:
+        typer.echo(printable(line))
+    for name, reason in skipped:
+        say(f"skipped {name}: {reason}")
 
 
 _Answer = tuple[dict[str, Any], list[str], list[tuple[str, str]]]
 
 
-def _classes(released: ReleasedModel, pictures: list[Path], *, skip_bad: bool, device: str) -> _Answer:
+def _classes(released: ReleasedModel, images: list[Path], *, skip_bad: bool, device: str) -> _Answer:
     from dpvision.data import load_images
     from dpvision.inference import predict as probabilities_of
 
-    images, names, skipped = load_images(pictures, image_shape=released.image_shape, skip_bad=skip_bad)
-    rows = probabilities_of(released.model.to(device), images, released.normalisation, device=device)
+    loaded, names, skipped = load_images(images, image_shape=released.image_shape, skip_bad=skip_bad)
+    rows = probabilities_of(released.model.to(device), loaded, released.normalisation, device=device)
     answers = [
         {"picture": name, "class": released.class_names[int(row.argmax())], "probability": float(row.max())}
         for name, row in zip(names, rows, strict=True)
@@ -113,11 +111,11 @@ def _classes(released: ReleasedModel, pictures: list[Path], *, skip_bad: bool, d
 
 
 def _masks(
-    released: ReleasedModel, pictures: list[Path], output: Path, *, force: bool, skip_bad: bool, device: str
+    released: ReleasedModel, images: list[Path], output: Path, *, force: bool, skip_bad: bool, device: str
 ) -> _Answer:
     from dpvision.inference.predict import write_masks
 
-    files, skipped = write_masks(released, pictures, output, force=force, skip_bad=skip_bad, device=device)
+    files, skipped = write_masks(released, images, output, force=force, skip_bad=skip_bad, device=device)
     answers = [{"picture": str(file.source), "mask": str(file.path), "shares": file.shares} for file in files]
     lines = [
         f"{file.path}: {', '.join(f'{name} {share:.2%}' for name, share in file.shares.items())}" for file in files
@@ -130,10 +128,10 @@ def _lines(metrics: Metrics | MaskMetrics) -> list[str]:
 
     if isinstance(metrics, Metrics):
         shares = metrics.per_class.items()
-        each = [f"{name:24} {'no pictures' if share is None else f'{share:.2%}'}" for name, share in shares]
-        return [f"accuracy {metrics.accuracy:.2%} of {metrics.count} pictures", *each]
-    lines = [f"Dice {metrics.dice:.2%}, IoU {metrics.iou:.2%}, mean over {metrics.count} pictures"]
+        each = [f"{name:24} {'no images' if share is None else f'{share:.2%}'}" for name, share in shares]
+        return [f"accuracy {metrics.accuracy:.2%} of {metrics.count} images", *each]
+    lines = [f"Dice {metrics.dice:.2%}, IoU {metrics.iou:.2%}, mean over {metrics.count} images"]
     if metrics.dice_per_patient is not None:
         lines.append(f"Dice {metrics.dice_per_patient:.2%}, mean over {len(metrics.per_patient or {})} patients")
-    lines.append(f"Dice {metrics.baseline_dice:.2%} is reached by the best single mask for all pictures")
+    lines.append(f"Dice {metrics.baseline_dice:.2%} is reached by the best single mask for all images")
     return [*lines, *(f"{name:24} {dice:.2%}" for name, dice in (metrics.per_patient or {}).items())]

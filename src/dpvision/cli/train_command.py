@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpvision.cli.console import INTERRUPTED, print_json, say
+from dpvision.cli.console import INTERRUPTED, known_device, print_json, say
 from dpvision.cli.flags import Device, Given, Json
 from dpvision.errors import ArgumentError, DataError, brief, shown
 
@@ -34,25 +34,23 @@ Threads = Annotated[
 class TrainFlags:
     """What ``dpvision train`` is told besides the settings of the run."""
 
-    recipe: Annotated[str | None, typer.Option(help="Named settings to start from; `dpvision recipes` lists them.")] = None
+    recipe: Annotated[str | None, typer.Option(help="Settings to start from; `dpvision recipes` lists them.")] = None
     config: Annotated[Path | None, typer.Option(help="TOML file with settings of the run to start from.")] = None
     output: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME-1, -2 …")] = None
     quick: Annotated[bool, typer.Option("--quick", help="Smoke test of a recipe: two steps, synthetic images.")] = False
     json: Json = False
     scale: Annotated[
         str,
-        typer.Option(
-            help="Version of the recipe; cpu is reduced.", metavar="[paper|cpu]", rich_help_panel=_OUTPUT
-        ),
+        typer.Option(help="Version of the recipe: paper or cpu.", rich_help_panel=_OUTPUT),
     ] = "paper"
     unsafe_seed: Annotated[
         int | None, typer.Option(help="Repeatable noise, for experiments: not for release.", rich_help_panel="Privacy")
     ] = None
-    device: Annotated[Device, typer.Option()] = "cpu"
+    device: Annotated[str, typer.Option(help="cpu or cuda.", callback=known_device, rich_help_panel=_OUTPUT)] = "cpu"
     threads: Threads = None
 
 
-def train(flags: TrainFlags, given: Given) -> None:
+def train(given: Given, flags: TrainFlags) -> None:
     """Train privately: images in; model, certificate and report out.
 
     Example: dpvision train ./scans --target-epsilon 3

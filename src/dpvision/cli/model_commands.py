@@ -1,4 +1,4 @@
-"""``dpvision check``: can this model be trained privately, and if not, what stands in the way?"""
+"""``dpvision check`` and ``dpvision models``: can this model be trained privately, and which models are there?"""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from dpvision.cli.console import print_json, printable, user_errors
+from dpvision.cli.console import PROBLEMS_FOUND, print_json, print_table, printable
+from dpvision.cli.flags import Json, ModelOptions, parse_options
 from dpvision.errors import ArgumentError, Problems
-
-if TYPE_CHECKING:
-    from dpvision.gradients.model_check import Finding
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from torch import Tensor, nn
 
+    from dpvision.gradients.model_check import Finding
 
-PROBLEMS_FOUND = 1
+
 DEFAULT_CHANNELS, DEFAULT_SIDE, DEFAULT_CLASSES = 3, 32, 10
 _SHOWN = 4
 
 
 class _Subject(NamedTuple):
-    """What is checked, and the pictures and classes that it is checked with."""
+    """The model to check, and the shape and classes of the images that it is checked with."""
 
     model: nn.Module
     in_channels: int
@@ -41,39 +40,57 @@ class _Subject(NamedTuple):
 
 
 def check(
-    model: Annotated[str, typer.Argument(help="A catalogue name, FILE.py:FUNCTION or MODULE:FUNCTION.")],
-    in_channels: Annotated[int | None, typer.Option(help="Channels of a picture (3, or as in the catalogue).")] = None,
-    image_size: Annotated[int | None, typer.Option(help="Side of a picture (32, or as in the catalogue).")] = None,
-    num_classes: Annotated[int | None, typer.Option(help="Number of classes (10, or as in the catalogue).")] = None,
-    option: Annotated[list[str] | None, typer.Option(help="A catalogue model's option, as name=value.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print findings as JSON on stdout.")] = False,
+    model: Annotated[str, typer.Argument(help="Name of a model, FILE.py:FUNCTION or MODULE:FUNCTION.")],
+    in_channels: Annotated[int | None, typer.Option(help="Channels of an image. Default: the model's or 3.")] = None,
+    image_size: Annotated[
+        int | None, typer.Option(help="Side of an image in pixels. Default: the model's or 32.")
+    ] = None,
+    num_classes: Annotated[int | None, typer.Option(help="Number of classes. Default: the model's or 10.")] = None,
+    option: ModelOptions = None,
+    json: Json = False,
 ) -> None:
-    """Try a model on made-up pictures: mixing, moving buffers, wrong or missing gradients, each named.
+    """Check on synthetic images that a model can be trained privately: no mixing of units, exact gradients.
 
     FUNCTION takes nothing and returns the model. Exit code 0: ready; 1: problems found; 2: there is no such model.
     Example: dpvision check my_model.py:make --in-channels 1 --image-size 28
     """
-    with user_errors():
-        from dpvision.cli.run_settings import parse_options
+    # What a user's code prints must not mix with the JSON.
+    with redirect_stdout(sys.stderr):
+        options = parse_options(option)
+        subject = _find(model, in_channels, image_size, num_classes, options)
+        findings = _inspect(subject)
+        fatal = any(finding.fatal for finding in findings)
+        changes, open_problems = _mended(subject) if fatal else ([], [])
+    if json:
+        rows = [{"module": f.module, "problem": f.problem, "remedy": f.remedy, "fatal": f.fatal} for f in findings]
+        mends = [str(change) for change in changes] if changes and not open_problems else None
+        tried = {"image_shape": subject.image_shape, "num_classes": subject.num_classes}
+        print_json({"model": model, **tried, "ready": not fatal, "findings": rows, "make_private_ready": mends})
+    else:
+        _say_findings(findings)
+        typer.echo(f"{printable(model)} is {'NOT ' if fatal else ''}ready for private training")
+        _say_changes(changes, open_problems)
+    if fatal:
+        raise typer.Exit(PROBLEMS_FOUND)
 
-        # What a user's code prints must not get between the lines of JSON.
-        with redirect_stdout(sys.stderr):
-            options = parse_options(option)
-            subject = _find(model, in_channels, image_size, num_classes, options)
-            findings = _inspect(subject)
-            fatal = any(finding.fatal for finding in findings)
-            changes, open_problems = _mended(subject) if fatal else ([], [])
-        if json:
-            rows = [{"module": f.module, "problem": f.problem, "remedy": f.remedy, "fatal": f.fatal} for f in findings]
-            mends = [str(change) for change in changes] if changes and not open_problems else None
-            tried = {"image_shape": subject.image_shape, "num_classes": subject.num_classes}
-            print_json({"model": model, **tried, "ready": not fatal, "findings": rows, "make_private_ready": mends})
-        else:
-            _say_findings(findings)
-            typer.echo(f"{printable(model)} is {'NOT ' if fatal else ''}ready for private training")
-            _say_changes(changes, open_problems)
-        if fatal:
-            raise typer.Exit(PROBLEMS_FOUND)
+
+def models(json: Json = False) -> None:
+    """List the models: name, parameters, paper, purpose; with --json also input sizes and options with defaults.
+
+    Example: dpvision models --json
+    """
+    from dataclasses import asdict
+
+    from dpvision.models import catalogue
+
+    entries = [
+        {**{k: v for k, v in asdict(entry).items() if not callable(v)}, "options": entry.options}
+        for entry in catalogue()
+    ]
+    if json:
+        print_json({"models": entries})
+        return
+    print_table(("name", "parameters", "paper", "purpose"), entries)
 
 
 def _say_findings(findings: Iterable[Finding]) -> None:
@@ -95,7 +112,7 @@ def _say_changes(changes: Iterable[Any], open_problems: list[Finding]) -> None:
 
 
 def _grouped(pairs: Iterable[tuple[str, tuple[str, ...]]]) -> dict[tuple[str, ...], list[str]]:
-    """The modules of which the same is said, in the order of first mention: a ResNet has dozens of equal norms."""
+    """The modules with the same text, in the order of first mention: a ResNet has dozens of equal norms."""
     grouped: dict[tuple[str, ...], list[str]] = {}
     for module, said in pairs:
         grouped.setdefault(said, []).append(module)
@@ -109,7 +126,7 @@ def _named(modules: list[str]) -> str:
 
 
 def _inspect(subject: _Subject) -> list[Finding]:
-    """First whether the model gives scores for such pictures at all, then whether they can be learned privately."""
+    """Check first that the model returns scores for such images, then that it can be trained privately."""
     from dpvision.gradients.model_check import Finding, check_model
     from dpvision.training.trainer import inspect_model, synthetic_rows
 
@@ -123,7 +140,7 @@ def _inspect(subject: _Subject) -> list[Finding]:
 
 
 def _outputs(subject: _Subject, inputs: Tensor) -> Tensor | Finding:
-    """What the model makes of the pictures in evaluation mode, or why that can't be scores."""
+    """The model's outputs in evaluation mode, or a finding that says why they are not scores."""
     import torch
 
     from dpvision.gradients.synthetic_batch import evaluation_mode, model_restored
@@ -135,17 +152,17 @@ def _outputs(subject: _Subject, inputs: Tensor) -> Tensor | Finding:
             outputs = network(inputs)
     except Exception as error:  # noqa: BLE001 - a user's forward may raise anything.
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        remedy = "Set --in-channels and --image-size to the pictures that it is made for."
-        return _problem(f"can't be run on float32 pictures of {shape}: {reason}", remedy)
+        remedy = "Set --in-channels and --image-size to the images that it is made for."
+        return _problem(f"can't be run on float32 images of {shape}: {reason}", remedy)
     if not isinstance(outputs, torch.Tensor):
         problem = f"returns a {type(outputs).__name__}, not a tensor of scores"
-        return _problem(problem, "Return the scores alone, of shape (pictures, classes).")
+        return _problem(problem, "Return only the scores, of shape (images, classes).")
     found = tuple(outputs.shape)
     if outputs.dim() not in (2, 4) or found[0] != inputs.shape[0]:
-        problem = f"returns shape {found} for {inputs.shape[0]} pictures"
-        return _problem(problem, "Return (pictures, classes), or (pictures, classes, height, width) for maps.")
+        problem = f"returns shape {found} for {inputs.shape[0]} images"
+        return _problem(problem, "Return (images, classes), or (images, classes, height, width) for maps.")
     if found[1] != classes:
-        problem = f"returns {found[1]} scores a picture, but there are {classes} classes"
+        problem = f"returns {found[1]} scores for an image, but there are {classes} classes"
         return _problem(problem, f"Set --num-classes {found[1]}, or change its last layer.")
     return outputs
 
@@ -157,7 +174,7 @@ def _problem(problem: str, remedy: str) -> Finding:
 
 
 def _map_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """One smooth value a picture for models that return maps; any loss that treats pictures one by one would do."""
+    """One smooth value for each image, for models that return maps; any loss that does not mix images would do."""
     return (outputs - targets[:, None, None, None]).square().flatten(1).mean(1)
 
 
@@ -177,7 +194,7 @@ def _find(
     num_classes: int | None,
     options: dict[str, bool | int | float | str],
 ) -> _Subject:
-    """The catalogue's model with its own defaults, or what the user's function returns."""
+    """The registered model with its own defaults, or what the user's function returns."""
     problems = Problems()
     for flag, value in (("--in-channels", in_channels), ("--image-size", side), ("--num-classes", num_classes)):
         problems.count(flag, 1 if value is None else value)
@@ -186,7 +203,7 @@ def _find(
         raise ArgumentError(f"name the function that makes the model, as in {name.rstrip(':')}:make.")
     if ":" in name:
         if options:
-            raise ArgumentError("--option is for models of the catalogue: set it in your function.")
+            raise ArgumentError("--option is for registered models: set it in your function.")
         given = in_channels or DEFAULT_CHANNELS, side or DEFAULT_SIDE, num_classes or DEFAULT_CLASSES
         return _Subject(_from_code(*name.rsplit(":", 1)), *given)
     from dpvision.models import create, entry
@@ -194,7 +211,7 @@ def _find(
     found = entry(name)
     channels = found.in_channels if in_channels is None else in_channels
     classes = found.num_classes if num_classes is None else num_classes
-    # Larger pictures would only take longer: whether units mix does not depend on the size.
+    # Larger images would only take longer: whether units mix does not depend on the size.
     side = min(found.image_size, DEFAULT_SIDE) if side is None else side
     sized = {"image_size": side} if "image_size" in found.options else {}
     model = create(name, in_channels=channels, num_classes=classes, seed=0, **{**sized, **options})
@@ -243,7 +260,7 @@ def _imported(place: str) -> ModuleType:
 
 @contextmanager
 def _importable_neighbours(place: str) -> Iterator[None]:
-    """What lies beside a user's file, or in the current folder, can be imported by it, as when Python runs it."""
+    """Let a user's file import what is beside it, or in the current folder, as when Python runs it."""
     folder = str(Path(place).resolve().parent) if place.endswith(".py") else str(Path.cwd())
     sys.path.insert(0, folder)
     try:

@@ -161,8 +161,8 @@ def test_what_mending_modules_would_leave_is_said(own: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("five", "returns 5 scores a picture, but there are 10 classes. Set --num-classes 5"),
-        ("grey", "can't be run on float32 pictures of 3×32×32"),
+        ("five", "returns 5 scores for an image, but there are 10 classes. Set --num-classes 5"),
+        ("grey", "can't be run on float32 images of 3×32×32"),
         ("two", "returns a tuple, not a tensor of scores"),
     ],
 )
@@ -254,7 +254,7 @@ def test_a_model_of_the_catalogue_is_tried_on_its_own_pictures() -> None:
         ("resnet9 --option groups=24", "groups must divide"),
         ("resnet9 --in-channels 0", "--in-channels must be a whole number >= 1"),
         ("resnet9 --num-classes 0", "--num-classes must be a whole number >= 1"),
-        ("mine.py:make --option groups=4", "--option is for models of the catalogue"),
+        ("mine.py:make --option groups=4", "--option is for registered models"),
     ],
 )
 def test_nonsense_about_the_catalogue_is_one_line(arguments: str, words: str) -> None:

@@ -1,0 +1,137 @@
+"""``dpvision verify``, ``report``, ``sign`` and ``keygen``: what is done with a release."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dpvision.cli.console import PROBLEMS_FOUND, print_json, printable
+from dpvision.cli.flags import Json
+from dpvision.privacy.mechanism import rounded_up
+
+if TYPE_CHECKING:
+    from dpvision.release.verify import Verification
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(help="A run folder, its release folder, or a certificate beside its ledger.")],
+    key: Annotated[
+        Path | None,
+        typer.Option(help="The public key by which the release must be signed. Example: --key hospital.key.pub"),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Recompute every number of a release from its ledger, and name what was changed.
+
+    Exit code 0: all is in order. 1: problems, one per line. 2: nothing to verify there.
+
+    Example: dpvision verify runs/demo-1
+    """
+    from dpvision.release.sign import load_public_key
+    from dpvision.release.verify import verify as check
+
+    found = check(path, key=None if key is None else load_public_key(key))
+    if json:
+        print_json(found.to_dict())
+    else:
+        for line in _lines(found):
+            typer.echo(printable(line))
+    if not found.ok:
+        raise typer.Exit(PROBLEMS_FOUND)
+
+
+def _lines(found: Verification) -> list[str]:
+    """What was found, in sentences: problems first, the verdict last."""
+    lines = [f"PROBLEM: {problem}" for problem in found.problems]
+    if found.epsilon is not None and found.epsilon_rdp is not None:
+        lines.append(
+            f"The ledger's {found.steps} steps spend epsilon {rounded_up(found.epsilon, digits=6)} by PLD "
+            f"({rounded_up(found.epsilon_rdp, digits=6)} by RDP) at delta {found.delta:g}, "
+            f"{found.adjacency} of one {found.privacy_unit}."
+        )
+    if not found.ok:
+        count = f"{len(found.problems)} problem{'s' * (len(found.problems) != 1)}"
+        return [*lines, f"{count}: do not rely on this release."]
+    lines += [f"Not for release: {stamp}" for stamp in found.stamps]
+    if found.signed_by is not None:
+        known = "the given key" if found.signer_is_known else "an unknown key: compare it with what its owner says"
+        lines.append(f"Signed by {found.signed_by}, {known}.")
+    else:
+        lines.append("Not signed: a change of ledger, certificate and manifest together would not be noticed.")
+    return [*lines, "In order: the files are as they were written, and the certificate claims what the ledger shows."]
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="A run's folder.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Where to write the page. Default: RUN/release/report.html.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write one self-contained HTML page about a run: the guarantee in plain words, accuracy, what was charged.
+
+    Example: dpvision report runs/demo-1
+    """
+    from dpvision.release.report import figures_of, write_report
+
+    path = write_report(run, output=output)
+    if json:
+        print_json({"report": str(path), **figures_of(run)})
+    else:
+        typer.echo(f"report: {printable(str(path))}")
+
+
+def keygen(
+    file: Annotated[Path, typer.Argument(help="Where to write the private key; the public one goes to FILE.pub.")],
+    password: Annotated[
+        bool,
+        typer.Option("--password", help="Encrypt the key; DPVISION_KEY_PASSWORD or a prompt gives the password."),
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Make an Ed25519 key pair for signing releases. Keep FILE secret; give FILE.pub to those who verify.
+
+    Example: dpvision keygen ~/hospital.key --password
+    """
+    from dpvision.release.sign import make_keys
+
+    secret = _password(confirm=True).encode() if password else None
+    public, name = make_keys(file, password=secret)
+    if json:
+        print_json({"private_key": str(file), "public_key": str(public), "fingerprint": name})
+        return
+    typer.echo(f"private key: {printable(str(file))} (keep it secret)")
+    typer.echo(f"public key:  {printable(str(public))}")
+    typer.echo(f"fingerprint: {name}")
+
+
+def sign(
+    run: Annotated[Path, typer.Argument(help="A run folder, or its release folder.")],
+    key: Annotated[Path, typer.Option(help="The private key. Example: --key ~/hospital.key")],
+    json: Json = False,
+) -> None:
+    """Sign a release that verifies: release/signature.json then covers every file of it.
+
+    Example: dpvision sign runs/demo-1 --key ~/hospital.key
+    """
+    from dpvision.release.verify import sign_release
+
+    path, name = sign_release(run, key, ask_password=lambda: _password(confirm=False))
+    if json:
+        print_json({"signature": str(path), "fingerprint": name})
+        return
+    typer.echo(f"signed: {printable(str(path))}")
+    typer.echo(f"by:     {name}")
+
+
+def _password(*, confirm: bool) -> str:
+    """The key's password, from the environment or a prompt."""
+    from dpvision.release.sign import PASSWORD_VARIABLE
+
+    given = os.environ.get(PASSWORD_VARIABLE)
+    if given is not None:
+        return given
+    return typer.prompt("password of the key", hide_input=True, confirmation_prompt=confirm, err=True)
