@@ -24,8 +24,6 @@ from dpvision.cli.predict_command import evaluate, predict
 from dpvision.cli.release_commands import keygen, report, sign, verify
 from dpvision.cli.train_command import resume, train
 
-_SINGLE = {"add_completion": False, "pretty_exceptions_enable": False}
-
 
 class _Commands(TyperGroup):
     """The commands; the flags of ``train`` are derived only when it is called, since they need pydantic."""
@@ -38,12 +36,14 @@ class _Commands(TyperGroup):
 
 def train_command() -> Any:
     """Return ``dpvision train`` with every flag of the configuration."""
-    alone = typer.Typer(**_SINGLE)
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     alone.command("train")(as_command(train, settings=run_settings()))
     return typer.main.get_command(alone)
 
 
-app = typer.Typer(name="dpvision", cls=_Commands, no_args_is_help=True, **_SINGLE)
+app = typer.Typer(
+    name="dpvision", cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 
 
 def _print_version(asked: bool) -> None:
