@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.contender import CLIP_NORM
 from benchmarks.contenders_engine import Kernels, mechanism_of, optimizer_of, performance_of
 from benchmarks.workload import Workload
-from dpvision.data import ImageBatches, ImageStore, ViewSettings, fixed_normalisation, store_of_arrays
+from dpvision.data import ImageBatches, ImageStore, ViewsConfig, fixed_normalisation, store_of_arrays
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.mechanism import Mechanism, OrdinarySampling
@@ -145,13 +145,13 @@ def draw(workload: Workload, *, step: int) -> None:
 
     They are cropped and mirrored at random, unless the workload is one of features, which are taken as they are.
     """
-    views = ViewSettings() if workload.image_size == 1 else ViewSettings(count=workload.views, crop_padding=4, flip=0.5)
+    views = ViewsConfig() if workload.image_size == 1 else ViewsConfig(count=workload.views, crop_padding=4, flip=0.5)
     for _ in _draws(min(workload.batch, _PICTURES), views).batch(step).microbatches(_UNITS_AT_ONCE):
         pass
 
 
 @functools.lru_cache(maxsize=1)
-def _draws(expected_batch_size: int, views: ViewSettings) -> ImageBatches:
+def _draws(expected_batch_size: int, views: ViewsConfig) -> ImageBatches:
     return ImageBatches(
         mechanism=OrdinarySampling(num_units=_PICTURES, expected_batch_size=expected_batch_size, steps=1),
         store=_store(),

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from dpvision import models
 from dpvision.config import Performance
-from dpvision.data import ImageBatches, ImageStore, Normalisation, ViewSettings
+from dpvision.data import ImageBatches, ImageStore, Normalisation, ViewsConfig
 from dpvision.gradients.clipped_sum import clipped_sum_of_batch
 from dpvision.gradients.plan import plan_for
 from dpvision.models.layers import ScalarGain, WSConv2d
@@ -52,7 +52,7 @@ class Setting:
     clip_norm: float
     clipping: Clipping
     rows_per_unit: int
-    views: ViewSettings
+    views: ViewsConfig
     performance: Performance
     normalisation: Normalisation
     sample_rate: float
@@ -180,7 +180,7 @@ def random_setting(chance: random.Random) -> Setting:
         clip_norm=10 ** chance.uniform(-4, 3),
         clipping=chance.choice(CLIPPINGS),
         rows_per_unit=chance.choice((1, 1, 2, 4)),
-        views=ViewSettings(count=views, crop_padding=1, flip=0.5, rotation=20.0) if views else ViewSettings(),
+        views=ViewsConfig(count=views, crop_padding=1, flip=0.5, rotation=20.0) if views else ViewsConfig(),
         performance=Performance(
             kernels=chance.choice(("auto", "plain")), microbatch_size=chance.choice((None, 1, 3, 7, 40))
         ),

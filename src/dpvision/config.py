@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -82,7 +83,6 @@ class Settings(BaseModel):
             raise ValueError(f"{label}{kind} does not use {', '.join(changed)}. Leave it out, or choose another kind.")
 
 
-@final
 class DataConfig(Settings):
     """Data: where the images come from, and what a privacy unit is."""
 
@@ -126,7 +126,7 @@ class DataConfig(Settings):
     """Array of the .npz file, or column of --unit-csv, that names the owner of a row."""
     unit_csv: str | None = None
     """CSV file with the columns file and unit."""
-    unit_folder_level: int | None = None
+    unit_folder_level: int | None = Field(default=None, ge=1)
     """Folder level that names the owner: 1 is the class folder, 2 the folder in it."""
     unit_pattern: Annotated[str | None, FIRST] = None
     """Regular expression with one group: the group names the owner (a patient, say) of a file."""
@@ -135,10 +135,31 @@ class DataConfig(Settings):
     rows_per_unit: int | None = Field(default=None, ge=1, le=10_000)
     """Most rows of one unit that enter a step (1 to 10000)."""
 
+    @model_validator(mode="after")
+    def _check_data(self) -> Self:
+        named = (self.unit_column or self.unit_csv, self.unit_folder_level, self.unit_pattern)
+        if sum(each is not None for each in named) > 1:
+            raise ValueError(
+                "unit_folder_level, unit_pattern, and unit_column or unit_csv exclude each other: choose one"
+            )
+        if self.unit_pattern is not None and _groups(self.unit_pattern) != 1:
+            raise ValueError(f"unit_pattern must be a regular expression with one group, got {self.unit_pattern!r}")
+        if self.window is not None and not self.window[0] < self.window[1]:
+            raise ValueError(f"window must be two numbers, the lower one first, got {self.window}")
+        return self
+
     @property
     def name(self) -> str:
         """The dataset's name without its path."""
         return Path(self.source).name or self.source
+
+
+def _groups(pattern: str) -> int:
+    """Count the groups of a regular expression; -1 if it is not one."""
+    try:
+        return re.compile(pattern).groups
+    except (re.error, RecursionError, OverflowError):
+        return -1
 
 
 @final
@@ -161,6 +182,19 @@ class ViewsConfig(Settings):
     """Largest rotation of a view, 0 to 180 degrees."""
     erasing: float = Field(default=0.0, ge=0, le=1)
     """Probability that a rectangle of a view is erased, 0 to 1."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.count > 1 and not self.random:
+            raise ValueError(
+                f"{self.count} views of an image would be equal: give crop_padding, flip, rotation or erasing too"
+            )
+        return self
+
+    @property
+    def random(self) -> bool:
+        """Whether a view can differ from its image."""
+        return self.crop_padding > 0 or self.flip > 0 or self.rotation > 0 or self.erasing > 0
 
 
 @final
@@ -453,8 +487,8 @@ class RunConfig(Settings):
             if self.transfer is not None and self.transfer.trained not in ("all", "last"):
                 raise ValueError("transfer.trained must be all or last for segmentation: its features are not kept")
             return self
-        if self.data.masks is not None or self.data.test_masks is not None:
-            raise ValueError("masks need task=segmentation")
+        if self.data.masks is not None or self.data.test_masks is not None or self.data.only_foreground:
+            raise ValueError("masks and only_foreground need task=segmentation")
         if self.loss not in (None, "cross_entropy"):
             raise ValueError(f"loss must be cross_entropy for classification, got {self.loss}")
         return self

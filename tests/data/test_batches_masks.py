@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpvision.data import ImageBatches, ImageStore, Normalisation, ViewSettings, store_of_arrays
+from dpvision.data import ImageBatches, ImageStore, Normalisation, ViewsConfig, store_of_arrays
 from dpvision.data.augmentation import Padding, make_views, rotate
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import Microbatch
@@ -61,7 +61,7 @@ def test_targets_are_whole_numbers_one_for_each_pixel() -> None:
 
 @pytest.mark.parametrize("padding", ["reflect", "symmetric", "zeros"])
 def test_crops_and_mirrors_move_the_mask_with_its_picture(padding: Padding) -> None:
-    views = ViewSettings(count=3, crop_padding=5, padding=padding, flip=0.5)
+    views = ViewsConfig(count=3, crop_padding=5, padding=padding, flip=0.5)
     for piece in drawn(draws_of(store_of([2] * 16), views, rows_per_unit=2)):
         assert torch.equal(piece.inputs[:, 0].round().long(), piece.targets)
 
@@ -70,7 +70,7 @@ def test_crops_and_mirrors_move_the_mask_with_its_picture(padding: Padding) -> N
 def test_a_rotation_moves_the_mask_with_its_picture_and_mixes_no_classes(padding: Padding) -> None:
     store = store_of([1] * 16)
     store = replace(store, labels=store.labels * 4, class_names=tuple("abcde"))
-    views = ViewSettings(count=2, rotation=40, padding=padding)
+    views = ViewsConfig(count=2, rotation=40, padding=padding)
     pieces = drawn(draws_of(store, views))
     inputs, targets = torch.cat([p.inputs[:, 0] for p in pieces]), torch.cat([p.targets for p in pieces])
     assert set(targets.flatten().tolist()) == {0, 4}
@@ -91,7 +91,7 @@ def test_a_quarter_turn_of_classes_is_exact_and_outside_is_background() -> None:
 
 def test_erasing_leaves_the_mask() -> None:
     store = store_of([1] * 8)
-    (piece,) = drawn(draws_of(store, ViewSettings(erasing=1.0)))
+    (piece,) = drawn(draws_of(store, ViewsConfig(erasing=1.0)))
     assert torch.equal(piece.targets, store.labels.long())
     assert not torch.equal(piece.inputs[:, 0].long(), piece.targets)
 
@@ -99,7 +99,7 @@ def test_erasing_leaves_the_mask() -> None:
 def test_padding_rows_have_blank_masks() -> None:
     store = store_of([1, 3, 1])
     store.labels[0] = 1  # the row that padding rows are made of
-    views = ViewSettings(count=2, crop_padding=2, flip=0.5)
+    views = ViewsConfig(count=2, crop_padding=2, flip=0.5)
     (piece,) = drawn(draws_of(store, views, rows_per_unit=2), units=5)
     absent = piece.row_weights_UR.reshape(-1) == 0
     assert int(absent.sum()) == 20 - 8
@@ -111,7 +111,7 @@ def test_padding_rows_have_blank_masks() -> None:
 @settings(max_examples=25, deadline=None)
 @given(slices=st.integers(1, 60), rows_per_unit=st.integers(1, 5), views=st.sampled_from([1, 3]))
 def test_a_patient_gives_few_slices_whose_weights_sum_to_one(slices: int, rows_per_unit: int, views: int) -> None:
-    chosen = ViewSettings(count=views, flip=0.5)
+    chosen = ViewsConfig(count=views, flip=0.5)
     draws = draws_of(store_of([1, slices, 2]), chosen, rows_per_unit=rows_per_unit)
     (piece,) = drawn(draws, units=4)
     assert piece.row_weights_UR.shape == (4, rows_per_unit * views)
@@ -131,7 +131,7 @@ def by_patient(draws: ImageBatches, step: int) -> dict[int, tuple[torch.Tensor, 
 
 
 def test_a_patient_more_moves_no_other() -> None:
-    views = ViewSettings(count=2, crop_padding=3, flip=0.5, rotation=20, erasing=0.5)
+    views = ViewsConfig(count=2, crop_padding=3, flip=0.5, rotation=20, erasing=0.5)
     sizes = [3, 1, 7, 2, 5]
     whole = store_of([*sizes, 9])
     alone = draws_of(whole.select_units(range(5)), views, rate=0.6, rows_per_unit=2)
@@ -148,8 +148,8 @@ def test_a_patient_more_moves_no_other() -> None:
 
 def test_many_classes_survive_every_view() -> None:
     masks = torch.randint(0, 200, (4, 1, SIDE, SIDE), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    views = ViewSettings(count=2, crop_padding=3, flip=0.5, rotation=90)
-    words = KEYS.bits(4 * 2 * views.words, "augmentation", 0).reshape(4, 2, views.words)
+    views = ViewsConfig(count=2, crop_padding=3, flip=0.5, rotation=90)
+    words = KEYS.bits(4 * 2 * 5, "augmentation", 0).reshape(4, 2, 5)
     moved = make_views(masks, views, words, classes=True)
     for number, view in enumerate(moved):
         assert set(view.flatten().tolist()) <= set(masks[number // 2].flatten().tolist())

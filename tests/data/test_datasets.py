@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpvision.data import KNOWN, LoadOptions, inspect, known_sources, load
-from dpvision.data.download import Remote, download
+from dpvision.data import DATASETS, LoadOptions, dataset_names, load
+from dpvision.data.datasets import RemoteFile, download
 from dpvision.errors import DataError
 
 
@@ -74,8 +74,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-def remote(site: Site, content: bytes, *, file: str = "file.gz") -> Remote:
-    return Remote(file, (site.address + file,), len(content), hashlib.sha256(content).hexdigest())
+def remote(site: Site, content: bytes, *, file: str = "file.gz") -> RemoteFile:
+    return RemoteFile(file, (site.address + file,), len(content), hashlib.sha256(content).hexdigest())
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -155,7 +155,7 @@ def test_the_second_address_is_tried_when_the_first_fails(site: Site, tmp_path: 
 def test_no_network_is_one_clear_line(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        nobody = Remote("file.gz", (f"http://127.0.0.1:{taken.getsockname()[1]}/file.gz",), 3, "0" * 64)
+        nobody = RemoteFile("file.gz", (f"http://127.0.0.1:{taken.getsockname()[1]}/file.gz",), 3, "0" * 64)
         with pytest.raises(DataError, match=r"refused.*Check the network, or put the file into") as caught:
             download(nobody, tmp_path)
     assert str(caught.value).isprintable()
@@ -184,9 +184,9 @@ def test_known_sets_are_looked_for_in_data_dir_then_the_variable_then_the_cache(
     write_mnist(tmp_path / "variable" / "MNIST" / "raw", 4)
     assert load("mnist", options).train.num_rows == 4
     write_mnist(tmp_path / "given", 5)
-    assert load("mnist", replace(options, data_dir=tmp_path / "given")).train.num_rows == 5
+    assert load("mnist", options.model_copy(update={"data_dir": tmp_path / "given"})).train.num_rows == 5
     with pytest.raises(DataError, match=r"data_dir .* is not a folder"):
-        load("mnist", replace(options, data_dir=tmp_path / "nowhere"))
+        load("mnist", options.model_copy(update={"data_dir": tmp_path / "nowhere"}))
 
 
 def test_fashion_is_never_taken_for_mnist_in_a_shared_cache(home: Path) -> None:
@@ -202,11 +202,11 @@ def test_a_missing_set_is_downloaded_into_the_cache_and_then_found(
 ) -> None:
     images, labels = idx(np.ones((6, 28, 28), np.uint8)), idx(np.arange(6, dtype=np.uint8))
     remotes = []
-    for wanted in KNOWN["mnist"].remotes:
+    for wanted in DATASETS["mnist"].remotes:
         content = gzip.compress(images if "images" in wanted.file else labels)
         site.files[f"/{wanted.file}"] = content
         remotes.append(remote(site, content, file=wanted.file))
-    monkeypatch.setitem(KNOWN, "mnist", replace(KNOWN["mnist"], remotes=tuple(remotes)))
+    monkeypatch.setitem(DATASETS, "mnist", replace(DATASETS["mnist"], remotes=tuple(remotes)))
     splits = load("mnist")
     assert splits.train.labels.tolist() == list(range(6))
     assert len(site.asked) == 4
@@ -216,8 +216,8 @@ def test_a_missing_set_is_downloaded_into_the_cache_and_then_found(
 
 
 def test_the_addresses_and_checksums_are_well_formed() -> None:
-    assert known_sources() == ("digits", "mnist", "fashionmnist", "cifar10", "cifar100")
-    for known in KNOWN.values():
+    assert dataset_names() == ("digits", "mnist", "fashionmnist", "cifar10", "cifar100")
+    for known in DATASETS.values():
         for each in known.remotes:
             assert re.fullmatch("[0-9a-f]{64}", each.sha256)
             assert each.addresses[0].startswith("https://")
@@ -236,7 +236,7 @@ def test_digits_come_with_a_fixed_split_and_fixed_constants() -> None:
     # The first digits of the set, and the first of its last 360, as scikit-learn ships them.
     assert splits.train.labels[:10].tolist() == list(range(10))
     assert splits.normalisation.source == "fixed"
-    assert inspect("digits", LoadOptions(image_size=28))["image_shape"] == [1, 28, 28]
+    assert load("digits", LoadOptions(image_size=28)).train.image_shape == (1, 28, 28)
 
 
 def test_without_scikit_learn_digits_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

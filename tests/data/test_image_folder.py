@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dpvision.data import LoadOptions, inspect, load, load_one
+from dpvision.data import LoadOptions, load, load_one
 from dpvision.errors import DataError
 
 
@@ -122,27 +122,6 @@ def test_a_folder_may_have_the_name_of_a_known_set(tmp_path: Path, monkeypatch: 
     assert load("./digits").train.class_names == ("cat", "dog")
 
 
-def test_inspect_gives_the_facts_without_paths(tmp_path: Path) -> None:
-    facts = inspect(write_classes(tmp_path / "pets", mode="L"), LoadOptions(unit_folder_level=1))
-    assert facts == {
-        "source": "pets",
-        "rows": 6,
-        "units": 2,
-        "unit": "group",
-        "classes": 2,
-        "class_names": ["cat", "dog"],
-        "image_shape": [1, 8, 8],
-        "image_shape_from": "most of the images",
-        "test_rows": None,
-        "normalisation": {"mean": [0.5], "std": [0.5], "source": "fixed"},
-        "skipped": 0,
-        "most_rows_of_a_unit": 3,
-    }
-
-
-# --- shapes ----------------------------------------------------------------------------------------------------------
-
-
 def test_one_odd_image_does_not_change_the_shape_of_the_others(tmp_path: Path) -> None:
     write_classes(tmp_path, mode="L")
     before = load(tmp_path).train
@@ -172,7 +151,7 @@ def test_without_a_size_most_images_decide(
 def test_a_test_folder_takes_the_shape_and_classes_of_the_training_store(tmp_path: Path) -> None:
     train = load(write_classes(tmp_path / "a", mode="L")).train
     write_picture(tmp_path / "b" / "dog" / "1.png", 50, size=(40, 90))
-    options = LoadOptions(unit_folder_level=5).like(train)
+    options = LoadOptions(unit_folder_level=5).with_shape(train.image_shape)
     test = load_one(tmp_path / "b", options, class_names=train.class_names)
     assert test.image_shape == train.image_shape
     assert test.labels.tolist() == [1]
@@ -297,7 +276,6 @@ def test_bad_images_are_skipped_and_counted_when_asked(tmp_path: Path, options: 
     assert store.images[:, 0, 0, 0].tolist() == [0, 1, 2, 10, 12]
     assert store.labels.tolist() == [0, 0, 0, 1, 1]
     assert store.unit_of_row.tolist() == [0, 1, 2, 3, 4]
-    assert inspect(tmp_path, LoadOptions(skip_bad=True, **options))["skipped"] == 1
 
 
 def test_a_unit_keeps_its_other_rows_when_one_is_skipped(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ def test_an_npz_holds_images_masks_and_patients(tmp_path: Path) -> None:
     assert torch.equal(store.labels, torch.from_numpy(MASKS))
     assert store.unit_of_row.tolist() == [0, 0, 1, 0, 2, 1]
     assert store.class_names == ("background", "1", "2")
-    by_rows = load(path, replace(options, units="rows", mask_classes="merged")).train
+    by_rows = load(path, options.model_copy(update={"units": "rows", "mask_classes": "merged"})).train
     assert (by_rows.num_units, by_rows.owners) == (6, tuple(map(str, PATIENTS)))
     assert torch.equal(by_rows.labels, torch.from_numpy((MASKS > 0).astype(np.uint8)))
     one = load_one(path, options, class_names=["air", "liver", "tumour"])
@@ -44,7 +43,7 @@ def test_an_npz_holds_images_masks_and_patients(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"labels must lie in 0\.\.1"):
         load_one(path, options, class_names=["air", "liver"])
     with pytest.raises(DataError, match="merged masks have 2 classes, the model has 3"):
-        load_one(path, replace(options, mask_classes="merged"), class_names=["air", "liver", "tumour"])
+        load_one(path, options.model_copy(update={"mask_classes": "merged"}), class_names=["air", "liver", "tumour"])
 
 
 def test_an_npz_may_bring_a_test_part_with_owners_and_names_of_classes(tmp_path: Path) -> None:
@@ -106,7 +105,7 @@ def test_only_foreground_decides_each_row_of_an_npz_by_itself(tmp_path: Path) ->
     assert store.owners == ("7", "3", "7", "3")
     assert store.unit_of_row.tolist() == [0, 1, 0, 1]
     with pytest.raises(DataError, match="must hold its masks itself"):
-        load(path, replace(options, masks=tmp_path))
+        load(path, options.model_copy(update={"masks": tmp_path}))
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------

@@ -83,7 +83,6 @@ def test_a_unit_column_groups_rows(tmp_path: Path, units: Any) -> None:
     path = write(tmp_path / "a.npz", images=GREY, labels=LABELS, patient=units)
     splits = load(path, LoadOptions(unit_column="patient"))
     assert splits.train.unit_of_row.tolist() == [0, 0, 1, 0, 1, 2]
-    assert splits.public_facts["unit"] == "group"
     assert load(path).train.num_units == 6
     assert load_one(path, LoadOptions(unit_column="patient")).num_units == 6
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from dpvision.cli import app
 from dpvision.config import Performance, parse_config
-from dpvision.data import Normalisation, ViewSettings, load
+from dpvision.data import Normalisation, ViewsConfig, load
 from dpvision.data.options import LoadOptions
 from dpvision.models.losses import loss_for
 from dpvision.privacy.clipping import Clipper
@@ -67,7 +67,7 @@ def test_the_same_experiment_notices_a_clip_that_is_a_little_too_long(monkeypatc
         clip_norm=0.01,
         clipping="flat",
         rows_per_unit=1,
-        views=ViewSettings(),
+        views=ViewsConfig(),
         performance=Performance(),
         normalisation=Normalisation(mean=(0.5,) * CHANNELS, std=(0.3,) * CHANNELS, source="fixed"),
         sample_rate=1.0,

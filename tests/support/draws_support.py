@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dpvision.data import ImageBatches, ImageStore, Normalisation, ViewSettings
-from dpvision.data.augmentation import AS_IT_IS
+from dpvision.data import ImageBatches, ImageStore, Normalisation, ViewsConfig
+from dpvision.data.augmentation import NO_AUGMENTATION
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.randomness import Keys
 
 
 def draws_at_rate(
     store: ImageStore,
-    views: ViewSettings = AS_IT_IS,
+    views: ViewsConfig = NO_AUGMENTATION,
     *,
     keys: Keys,
     normalisation: Normalisation,

@@ -41,7 +41,6 @@ TARGETS: dict[str, tuple[Target, int]] = {
     "idx": (readers.idx, 14),
     "cifar": (readers.cifar, 10),
     "archive": (readers.archive, 12),
-    "pickled": (readers.pickled, 16),
     "npz": (readers.npz, 20),
     "arrays": (readers.labels, 10),
     "weights": (readers.weights, 20),

@@ -15,7 +15,6 @@ import numpy as np
 from dpvision.data import LoadOptions, load, load_images, load_one
 from dpvision.data.features import Features, kept_features
 from dpvision.data.nifti import read_volume
-from dpvision.data.pickled import read_plain_pickle
 from dpvision.training.initial_weights import read_weights
 from tools.fuzz.mutate import (
     DISGUISES,
@@ -113,8 +112,7 @@ def idx(rng: Random, seeds: Seeds, box: Path) -> Case:
 
 def cifar(rng: Random, seeds: Seeds, box: Path) -> Case:
     """The files of a CIFAR set in a folder, one of them spoiled."""
-    binary = rng.random() < 0.5
-    names = [name for name in seeds.cifar if "tar" not in name and (binary == name.endswith((".bin", ".txt")))]
+    names = [name for name in seeds.cifar if "tar" not in name]
     spoiled = rng.choice(names)
     for name in names:
         data = seeds.cifar[name]
@@ -128,7 +126,7 @@ def archive(rng: Random, seeds: Seeds, box: Path) -> Case:
         data = rng.choice((_spoiled_tar, _odd_tar, _spoiled_member))(rng, seeds)
         path = box / "x.tar"
     else:
-        raw = gzip.decompress(seeds.cifar["python.tar.gz"])
+        raw = seeds.cifar["binary.tar"]
         raw = spoiled_bytes(rng, raw) if rng.random() < 0.5 else _odd_tar(rng, seeds)
         data = gzip.compress(raw, 1)
         data = spoiled_bytes(rng, data, times=1) if rng.random() < 0.2 else data
@@ -176,17 +174,6 @@ def _odd_tar(rng: Random, seeds: Seeds) -> bytes:
         header[148:156] = b" " * 8
         header[148:156] = b"%06o\0 " % sum(header[:512])
     return bytes(header) + tarred({"data_batch_1.bin": seeds.cifar["data_batch_1.bin"]})
-
-
-def pickled(rng: Random, seeds: Seeds, box: Path) -> Case:
-    """A pickle of plain values that is none."""
-    del box
-    data = spoiled_bytes(rng, seeds.pickled, times=4)
-    if rng.random() < 0.3:
-        opcodes = b"(})]aeslutq\x00h\x00\x94\x93Rb.NK\x01M\x01\x00J" + bytes(4)
-        opcodes += b"X\x01\x00\x00\x00aU\x01a\x85\x86\x87c\x80\x95"
-        data = b"\x80\x02" + bytes(rng.choice(opcodes) for _ in range(rng.randint(1, 60))) + b"."
-    return lambda: read_plain_pickle(data, source="fuzz")
 
 
 def npz(rng: Random, seeds: Seeds, box: Path) -> Case:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import pickle
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ class Seeds:
     images: Mapping[str, bytes]
     idx: Mapping[str, bytes]
     cifar: Mapping[str, bytes]
-    pickled: bytes
     npz: bytes
     volume: bytes
     weights: Mapping[str, bytes]
@@ -51,13 +49,10 @@ def make_seeds(folder: Path) -> Seeds:
     config = _config(data)
     run = folder / "run"
     train(parse_config(config), run=run, seed=1)
-    batch = {b"data": generator.integers(0, 256, (4, 3072), dtype=np.uint8), b"labels": [0, 1, 2, 3]}
-    pickled = pickle.dumps(batch, protocol=2)
     return Seeds(
         images=_images(),
         idx=_idx(images, labels),
-        cifar=_cifar(generator, pickled),
-        pickled=pickled,
+        cifar=_cifar(generator),
         npz=data.read_bytes(),
         volume=_volume(),
         weights=_weights(),
@@ -132,18 +127,15 @@ def _idx(images: np.ndarray, labels: np.ndarray) -> dict[str, bytes]:
     }
 
 
-def _cifar(generator: np.random.Generator, pickled: bytes) -> dict[str, bytes]:
-    """The files of both versions, and both as archives."""
+def _cifar(generator: np.random.Generator) -> dict[str, bytes]:
+    """The files of the binary version, and an archive of them."""
     binary = {f"data_batch_{n}.bin": generator.bytes(3072 * 2) for n in range(1, 6)}
     binary = {name: b"\x01" + rows[:3072] + b"\x02" + rows[3072:] for name, rows in binary.items()}
     binary |= {
         "test_batch.bin": b"\x03" + generator.bytes(3072),
         "batches.meta.txt": b"\n".join(b"abcdefghij"[i : i + 1] for i in range(10)),
     }
-    plain = {f"data_batch_{n}": pickled for n in range(1, 6)} | {"test_batch": pickled}
-    plain["batches.meta"] = pickle.dumps({"label_names": list("abcdefghij")}, protocol=2)
-    archives = {"binary.tar": tarred(binary), "python.tar.gz": gzip.compress(tarred(plain))}
-    return binary | plain | archives
+    return {**binary, "binary.tar": tarred(binary)}
 
 
 def tarred(files: Mapping[str, bytes]) -> bytes:

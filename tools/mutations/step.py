@@ -163,8 +163,8 @@ DATA = (
         ("padding shows somebody's picture", "    if len(absent):", "    if False:"),
     ),
     *mutations(
-        "data/test_pixel_statistics",
-        "data/pixel_statistics.py",
+        "data/test_normalisation",
+        "data/normalisation.py",
         ("statistics divided by the true count", "noisy / num_units, 2)", "noisy / store.num_units, 2)"),
         ("statistics without their bound", "noise_multiplier * unit_bound(channels)", "noise_multiplier"),
         ("statistics charged at half price", "Event(sample_rate=1.0,", "Event(sample_rate=0.5,"),

@@ -192,12 +192,9 @@ def sides_of(run: Path, released: ReleasedModel, *, members: str | None, others:
 
 
 def _named(source: str, released: ReleasedModel) -> ImageStore:
-    channels, height, width = released.image_shape
     if released.config.task != "classification":
         raise ArgumentError("pictures with masks can't be named here: leave --members and --non-members out.")
-    return load_one(
-        source, LoadOptions(image_size=(height, width), channels=channels), class_names=released.class_names
-    )
+    return load_one(source, LoadOptions().with_shape(released.image_shape), class_names=released.class_names)
 
 
 def loss_attack(released: ReleasedModel, sides: Sides) -> MembershipAudit:

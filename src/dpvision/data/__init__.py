@@ -1,44 +1,47 @@
-"""Sources of images, one uint8 store, privacy units, and Poisson draws over them."""
+"""Datasets: readers of every supported source, one uint8 store in memory, privacy units, augmentation and features.
 
-from dpvision.data.augmentation import ViewSettings, erase_views, make_views
+``load`` reads a source into an ``ImageStore``, which knows the privacy unit of each row; ``ImageBatches`` samples from
+it. Files are untrusted: all readers go through ``safe_read``.
+"""
+
+from dpvision.config import ViewsConfig
+from dpvision.data.augmentation import erase_views, make_views, words_per_view
 from dpvision.data.batches import ImageBatch, ImageBatches, hold_out
-from dpvision.data.datasets import KNOWN, KnownSet, cache_folder
+from dpvision.data.datasets import DATASETS, PublicDataset, cache_folder, dataset_names
 from dpvision.data.features import FeatureBatch, FeatureDraws, Features, extract, kept_features
 from dpvision.data.images import load_images
-from dpvision.data.loading import inspect, known_sources, load, load_one
+from dpvision.data.loading import Splits, load, load_one
 from dpvision.data.nifti import Volume, is_volume, read_volume, volume_images
-from dpvision.data.normalisation import Normalisation, fixed_normalisation
-from dpvision.data.npz import read_member
+from dpvision.data.normalisation import Normalisation, fixed_normalisation, released_normalisation
 from dpvision.data.options import LoadOptions, Progress
-from dpvision.data.pixel_statistics import released_normalisation
-from dpvision.data.store import ImageStore, Splits, UnitRows, dense_units, store_of_arrays
+from dpvision.data.safe_read import read_member
+from dpvision.data.store import ImageStore, UnitRows, dense_units, store_of_arrays
 
 __all__ = [
-    "KNOWN",
+    "DATASETS",
     "FeatureBatch",
     "FeatureDraws",
     "Features",
     "ImageBatch",
     "ImageBatches",
     "ImageStore",
-    "KnownSet",
     "LoadOptions",
     "Normalisation",
     "Progress",
+    "PublicDataset",
     "Splits",
     "UnitRows",
-    "ViewSettings",
+    "ViewsConfig",
     "Volume",
     "cache_folder",
+    "dataset_names",
     "dense_units",
     "erase_views",
     "extract",
     "fixed_normalisation",
     "hold_out",
-    "inspect",
     "is_volume",
     "kept_features",
-    "known_sources",
     "load",
     "load_images",
     "load_one",
@@ -48,4 +51,5 @@ __all__ = [
     "released_normalisation",
     "store_of_arrays",
     "volume_images",
+    "words_per_view",
 ]

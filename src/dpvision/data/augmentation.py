@@ -6,8 +6,7 @@ Shapes: N images, K views of each, B = N·K views with those of one image togeth
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Final, Literal, final, get_args
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from dpvision.errors import Problems
+from dpvision.config import ViewsConfig
 
 Padding = Literal["reflect", "symmetric", "zeros"]
 WORDS_PER_VIEW: Final = 5
@@ -27,66 +26,16 @@ _LOW: Final = np.uint64(2**32 - 1)
 _Y, _X, _MIRROR, _ANGLE, _ERASE, _AREA, _ASPECT, _TOP, _LEFT = range(9)
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class ViewSettings:
-    """How ``count`` views of an image are made: numbers from the configuration, none from data.
-
-    ``crop_padding`` pixels are added on every side before a random crop: mirrored without (``reflect``) or with
-    (``symmetric``) the edge pixel repeated, or black (``zeros``). ``flip`` and ``erasing`` are probabilities,
-    ``rotation`` is the largest angle in degrees.
-    """
-
-    count: int = 1
-    crop_padding: int = 0
-    padding: Padding = "reflect"
-    flip: float = 0.0
-    rotation: float = 0.0
-    erasing: float = 0.0
-
-    def __post_init__(self) -> None:
-        problems = Problems()
-        problems.count("count", self.count)
-        problems.count("crop_padding", self.crop_padding, least=0)
-        kinds = get_args(Padding)
-        problems.require(self.padding in kinds, f"padding must be one of {kinds}, got {self.padding!r}.")
-        for name in ("flip", "erasing"):
-            value = getattr(self, name)
-            problems.require(0 <= value <= 1, f"{name} must be a probability, 0 to 1, got {value}.")
-        problems.require(0 <= self.rotation <= 180, f"rotation must be 0 to 180 degrees, got {self.rotation}.")
-        problems.require(
-            self.count == 1 or self.random,
-            f"{self.count} views of an image would be equal: give crop_padding, flip, rotation or erasing too.",
-        )
-        problems.raise_if_any()
-
-    @property
-    def random(self) -> bool:
-        """Whether a view can differ from its image."""
-        return self.crop_padding > 0 or self.flip > 0 or self.rotation > 0 or self.erasing > 0
-
-    @property
-    def words(self) -> int:
-        """How many random words a view needs."""
-        return WORDS_PER_VIEW if self.random else 0
-
-    def __str__(self) -> str:
-        parts = [f"crops after {self.crop_padding} pixels of {self.padding} padding"] if self.crop_padding else []
-        parts += [f"mirrored with probability {self.flip:g}"] if self.flip else []
-        parts += [f"rotated by up to {self.rotation:g} degrees"] if self.rotation else []
-        parts += [f"a rectangle erased with probability {self.erasing:g}"] if self.erasing else []
-        if not parts:
-            return "every image as it is"
-        many = f"{self.count} random views of every image, averaged before its unit is clipped once"
-        one = "one random view of every image"
-        return f"{many if self.count > 1 else one}: {', '.join(parts)}"
+NO_AUGMENTATION: Final = ViewsConfig()
 
 
-AS_IT_IS: Final = ViewSettings()
+def words_per_view(settings: ViewsConfig) -> int:
+    """The number of random 64-bit words that decide one view; 0 if every view equals its image."""
+    return WORDS_PER_VIEW if settings.random else 0
 
 
 def make_views(
-    images_NCHW: Tensor, settings: ViewSettings, words_NKJ: NDArray[np.uint64], *, classes: bool = False
+    images_NCHW: Tensor, settings: ViewsConfig, words_NKJ: NDArray[np.uint64], *, classes: bool = False
 ) -> Tensor:
     """Views of every image, of its type and shape: first rotated, then mirrored, then padded and cropped.
 
@@ -110,7 +59,7 @@ def make_views(
     return _windows(images_NCHW, settings)[(source_B, *chosen)]
 
 
-def erase_views(inputs_BCHW: Tensor, settings: ViewSettings, words_NKJ: NDArray[np.uint64]) -> Tensor:
+def erase_views(inputs_BCHW: Tensor, settings: ViewsConfig, words_NKJ: NDArray[np.uint64]) -> Tensor:
     """Zero a random rectangle of some views, in place: after normalisation zero is the mean colour.
 
     The rectangle's area is 2 to 33 % of the image and its height 0.3 to 3.3 times its width (even in logarithms),
@@ -166,7 +115,7 @@ def pad(images_NCHW: Tensor, pixels: int, padding: Padding) -> Tensor:
     return images_NCHW
 
 
-def _windows(images_NCHW: Tensor, settings: ViewSettings) -> Tensor:
+def _windows(images_NCHW: Tensor, settings: ViewsConfig) -> Tensor:
     """Every crop of every padded image, as it is and mirrored, none of them copied: (N, mirrored, y, x, C, H, W)."""
     height, width = images_NCHW.shape[2:]
     padded = pad(images_NCHW, settings.crop_padding, settings.padding)[:, None]

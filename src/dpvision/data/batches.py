@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpvision.data.augmentation import AS_IT_IS, ViewSettings, erase_views, make_views
+from dpvision.config import ViewsConfig
+from dpvision.data.augmentation import NO_AUGMENTATION, erase_views, make_views, words_per_view
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.store import ImageStore
 from dpvision.errors import DataError, Problems
@@ -51,7 +52,7 @@ class ImageBatches:
         rows_per_unit: int = 1,
         device: torch.device | str = "cpu",
         memory_format: torch.memory_format = torch.contiguous_format,
-        views: ViewSettings = AS_IT_IS,
+        views: ViewsConfig = NO_AUGMENTATION,
     ) -> None:
         problems = Problems()
         problems.count("rows_per_unit", rows_per_unit)
@@ -104,7 +105,7 @@ class ImageBatches:
 
     def _words(self, units: NDArray[np.int64], step: int) -> NDArray[np.uint64]:
         """The words that decide the views of each drawn unit: its own, whoever else is there."""
-        shape = (len(units), self._rows_per_unit, self._views.count, self._views.words)
+        shape = (len(units), self._rows_per_unit, self._views.count, words_per_view(self._views))
         if not self._views.random:
             return np.zeros(shape, dtype=np.uint64)
         return self._sampler.keys.bits_by_unit(units, math.prod(shape[1:]), "augmentation", step).reshape(shape)
@@ -145,7 +146,7 @@ class _Pictures:
     labels: Tensor
     normalisation: Normalisation
     memory_format: torch.memory_format
-    views: ViewSettings
+    views: ViewsConfig
 
     def gather(self, rows_UR: NDArray[np.int64], words_URKJ: NDArray[np.uint64]) -> Microbatch:
         rows, words_NKJ = rows_UR.reshape(-1), words_URKJ.reshape(rows_UR.size, *words_URKJ.shape[2:])

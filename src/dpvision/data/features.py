@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +27,7 @@ from dpvision.data.safe_read import open_regular, read_npy
 from dpvision.errors import DataError, Problems
 from dpvision.privacy.sampling import Sampling
 from dpvision.privacy.values import Microbatch
-from dpvision.storage.files import disk_errors, sync_folder
+from dpvision.storage.files import disk_errors, replacing
 
 BATCH = 16
 """Rows at a time, always: the last batch is filled up, so that no row's bits depend on how many rows there are."""
@@ -203,18 +202,8 @@ def _read(path: Path) -> Features | None:
 
 
 def _write(folder: Path, name: str, features: Features) -> None:
-    with disk_errors(f"keep features in {folder}"):
-        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".features.", suffix=".tmp")  # mode 0600
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                np.save(file, features.values_NWF.numpy(), allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, folder / name)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        sync_folder(folder)
+    with disk_errors(f"keep features in {folder}"), replacing(folder / name, mode=0o600) as file:
+        np.save(file, features.values_NWF.numpy(), allow_pickle=False)
 
 
 def _digest(values: NDArray[np.generic]) -> str:

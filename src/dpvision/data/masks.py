@@ -132,7 +132,7 @@ def load_pairs(
     """
     if options.masks is None:
         raise DataError(f"{shown(source)} needs masks: name the folder, or the file, where they are.")
-    folders = _splits(source, options.masks)
+    folders = _splits(source, Path(options.masks))
     # Of public data the test part is wanted, if there is one.
     parts = [find_pairs(*each) for each in (folders[-1:] if options.public else folders)]
     if parts[0].volumes:

@@ -5,12 +5,8 @@ nibabel interprets the header alone. Extensions are skipped unread, and voxels a
 
 from __future__ import annotations
 
-import gzip
 import logging
 import math
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, final
@@ -22,18 +18,15 @@ from torch import Tensor
 
 from dpvision.data.images import mask_bytes, resized, resized_masks, windowed, with_channels
 from dpvision.data.options import LoadOptions
-from dpvision.data.safe_read import open_regular, require_memory
+from dpvision.data.safe_read import open_unpacked, read_exactly, reading, require_memory
 from dpvision.errors import BadFile, DataError, shown
 
 SUFFIXES = (".nii.gz", ".nii")
 # 512 × 512 pixels in 1,024 slices: more is a mistake or a bomb.
 MAX_VOXELS = 2**28
 MAX_OFFSET = 2**26
-# Deflate can't do better than 1 : 1032.
-MAX_GZIP_RATIO = 1100
 PERCENTILES = (1, 99)
 _HEADER_BYTES = {348: "n+1", 540: "n+2"}
-_CHUNK = 2**24
 _SILENT = logging.Logger("nothing is printed of odd headers", level=logging.CRITICAL)
 
 
@@ -77,24 +70,23 @@ def require_nibabel() -> None:
 
 def read_volume(path: Path) -> Volume:
     """The voxels of a NIfTI file; whatever is wrong with it is one line."""
-    try:
+    with reading(path):
         return open_volume(path)
-    except BadFile as error:
-        raise DataError(f"{shown(path)}: {error}.") from error
 
 
 def open_volume(path: Path) -> Volume:
     """The same, for whoever reads many files."""
-    with _unpacked(path) as file:
+    with open_unpacked(path) as (file, most):
         header = _header(file)
         shape, dtype = _shape(header), header.get_data_dtype()
         offset, needed = int(header.get_data_offset()), math.prod(shape) * dtype.itemsize
         if dtype.kind not in "iuf" or dtype.itemsize > 8:
             raise BadFile(f"voxels must be real numbers, got {dtype}")
-        _require_room(path, offset, needed)
+        if not 352 <= offset <= MAX_OFFSET or offset + needed > most:
+            raise BadFile(f"its header promises {needed} bytes of voxels after {offset}, its size says otherwise")
         require_memory(needed, path)
-        _exactly(file, offset - header.structarr.dtype.itemsize)
-        voxels = np.frombuffer(_exactly(file, needed), dtype=dtype).reshape(shape, order="F")
+        read_exactly(file, offset - header.structarr.dtype.itemsize)
+        voxels = np.frombuffer(read_exactly(file, needed), dtype=dtype).reshape(shape, order="F")
         file.read(1)  # at the end of a packed file its checksum is checked
         slope, intercept = header.get_slope_inter()
         affine = np.asarray(header.get_best_affine(), dtype=np.float64)
@@ -106,7 +98,7 @@ def open_volume(path: Path) -> Volume:
 
 def volume_shape(path: Path) -> tuple[int, int, int]:
     """The shape of a volume, from its header."""
-    with _unpacked(path) as file:
+    with open_unpacked(path) as (file, _):
         return _shape(_header(file))
 
 
@@ -142,30 +134,14 @@ def require_same_place(volume: Volume, mask: Volume) -> None:
         raise BadFile(f"the mask lies {apart:.3g} away from its volume (affines differ); resample it to the volume")
 
 
-@contextmanager
-def _unpacked(path: Path) -> Iterator[BinaryIO]:
-    packed = path.name.lower().endswith(".gz")
-    try:
-        with open_regular(path) as file:
-            if not packed:
-                yield file
-                return
-            with gzip.GzipFile(fileobj=file, mode="rb") as unpacked:
-                yield unpacked  # pyright: ignore[reportReturnType]
-    except (OSError, EOFError, zlib.error) as error:
-        raise BadFile(f"can't be read: {shown(error)}") from error
-    except MemoryError as error:
-        raise BadFile("does not fit into memory") from error
-
-
 def _header(file: BinaryIO) -> Any:
     """The header, without extensions, mended by nibabel where that is harmless, or refused."""
     nibabel, problems = _nibabel()
-    start = _exactly(file, 4)
+    start = read_exactly(file, 4)
     size = next((n for n in _HEADER_BYTES if n in (int.from_bytes(start, order) for order in ("little", "big"))), None)
     if size is None:
         raise BadFile("not a NIfTI file")
-    block = start + _exactly(file, size - 4)
+    block = start + read_exactly(file, size - 4)
     kind = nibabel.Nifti1Header if size == 348 else nibabel.Nifti2Header
     magic = block[344:347] if size == 348 else block[4:7]
     if magic != _HEADER_BYTES[size].encode():
@@ -201,21 +177,3 @@ def _shape(header: Any) -> tuple[int, int, int]:
     if math.prod(shape) > MAX_VOXELS:
         raise BadFile(f"{shape} are more than {MAX_VOXELS} voxels")
     return shape[0], shape[1], shape[2]
-
-
-def _require_room(path: Path, offset: int, needed: int) -> None:
-    """Refuse, before memory is taken, a header that promises more than the file can hold."""
-    packed = path.name.lower().endswith(".gz")
-    room = path.stat().st_size * (MAX_GZIP_RATIO if packed else 1)
-    if not 352 <= offset <= MAX_OFFSET or offset + needed > room:
-        raise BadFile(f"its header promises {needed} bytes of voxels after {offset}, its size says otherwise")
-
-
-def _exactly(file: BinaryIO, count: int) -> bytearray:
-    found = bytearray()
-    while len(found) < count:
-        piece = file.read(min(_CHUNK, count - len(found)))
-        if not piece:
-            raise BadFile(f"truncated: {len(found)} of {count} bytes")
-        found += piece
-    return found

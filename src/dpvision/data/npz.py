@@ -14,17 +14,14 @@ from numpy.typing import NDArray
 
 from dpvision.data.images import mask_bytes, mask_class_names, windowed
 from dpvision.data.options import LoadOptions
-from dpvision.data.safe_read import open_regular, read_npy
+from dpvision.data.safe_read import open_regular, read_member, reading
 from dpvision.data.store import ImageStore, store_of_arrays
-from dpvision.errors import BadFile, DataError, printable, shown, some_of
+from dpvision.errors import DataError, printable, shown, some_of
 
 IMAGE_KEYS = {"train": ("images", "x_train", "train_images", "X", "x"), "test": ("x_test", "test_images")}
 LABEL_KEYS = {"train": ("labels", "y_train", "train_labels", "Y", "y"), "test": ("y_test", "test_labels")}
 MASK_KEYS = {"train": ("masks", "train_masks", "masks_train"), "test": ("test_masks", "masks_test")}
-# Deflate can't do better than 1 : 1032: a member that promises more is lying.
-MAX_ZIP_RATIO = 1100
 CLASS_NAMES_KEY = "class_names"
-_COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 @final
@@ -91,36 +88,23 @@ def _masks(values: NDArray[Any], options: LoadOptions, path: Path) -> NDArray[np
         values = values[..., 0] if values.shape[3] == 1 else values[:, 0]
     if values.ndim != 3:
         raise DataError(f"{shown(path)}: masks must be (N, H, W), got {values.shape}.")
-    try:
+    with reading(path):
         return mask_bytes(values, options.mask_classes)
-    except BadFile as error:
-        raise DataError(f"{shown(path)}: {error}.") from error
 
 
 def _open(path: Path, unit_column: str | None) -> dict[str, NDArray[Any]]:
-    """The arrays of the file that can be ours, read without pickle."""
+    """Read the arrays of the file whose names are known here, without pickle."""
     named = (key for keys in (IMAGE_KEYS, LABEL_KEYS, MASK_KEYS) for split in keys.values() for key in split)
     wanted = {*named, CLASS_NAMES_KEY, unit_column, f"test_{unit_column}"}
     try:
-        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        with reading(path), open_regular(path) as file, zipfile.ZipFile(file) as archive:
             members = {m.filename.removesuffix(".npy"): m for m in archive.infolist() if m.filename.endswith(".npy")}
             arrays = {key: np.atleast_1d(read_member(archive, members[key])) for key in members if key in wanted}
-    except MemoryError as error:
-        raise DataError(f"{shown(path)} does not fit into memory.") from error
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError, zlib.error) as error:
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError, zlib.error) as error:
         raise DataError(f"{shown(path)} can't be read as .npz: {shown(error)}.") from error
     if not arrays:
         raise DataError(f"{shown(path)} has no images: its arrays are {some_of(sorted(members), limit=8) or 'none'}.")
     return arrays
-
-
-def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
-    """One array of an .npz file, without pickle, and no larger than the member says."""
-    where = f"{shown(archive.filename or 'the file')}/{shown(member.filename)}"
-    if member.compress_type not in _COMPRESSIONS or member.file_size > member.compress_size * MAX_ZIP_RATIO + 1024:
-        raise DataError(f"{where} is refused: its compression is not what .npz files use.")
-    with archive.open(member) as file:
-        return read_npy(file, size=member.file_size, where=where)
 
 
 def _pick(arrays: dict[str, NDArray[Any]], keys: Sequence[str], path: Path) -> NDArray[Any]:
@@ -142,10 +126,8 @@ def _images(images: NDArray[Any], window: tuple[float, float] | None, path: Path
         )
     if window is None:
         return np.ascontiguousarray(_bytes(images, path))
-    try:
+    with reading(path):
         return windowed(images, window)
-    except BadFile as error:
-        raise DataError(f"{shown(path)}: {error}.") from error
 
 
 def _bytes(images: NDArray[Any], path: Path) -> NDArray[np.uint8]:

@@ -1,15 +1,21 @@
-"""What is asked of a file before it is believed: that it is a file, and that what it promises fits into the machine.
+"""The boundary against hostile files: every reader of this package opens and unpacks files through it.
 
-One array of numbers or texts in .npy form, from bytes that may say anything.
+It enforces three rules. A source is a regular file, so that no pipe or device blocks the program. No memory is
+allocated for more bytes than the file can hold, so that a header that lies and a decompression bomb are refused before
+they do harm. Nothing is unpickled. A reader raises ``BadFile`` with the reason; ``reading`` turns it into the one-line
+``DataError`` that a user sees.
 """
 
 from __future__ import annotations
 
+import gzip
 import math
 import os
 import stat
 import tokenize
 import warnings
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +25,29 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from dpvision.errors import DataError, shown
+from dpvision.errors import BadFile, DataError, shown
+
+MAX_DEFLATE_RATIO = 1100
+"""Deflate compresses by 1 : 1032 at most, so a header that promises more than this lies."""
+_CHUNK = 2**24
+_MAX_DIMENSIONS = 32
+_ZIP_COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+_BAD_HEADER = (ValueError, SyntaxError, tokenize.TokenError, RecursionError, MemoryError, TypeError, OverflowError)
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading. A pipe or a device is refused instead of waited for."""
+    """Open a regular file for reading.
+
+    Args:
+        path: the file; symbolic links are followed.
+
+    Returns:
+        The open file, which the caller closes.
+
+    Raises:
+        DataError: if the path is a pipe or a device. It is not waited for.
+        OSError: if the system refuses the path.
+    """
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -35,33 +59,112 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
+@contextmanager
+def open_unpacked(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a regular file and unpack it if its name ends in ``.gz`` or ``.tgz``.
+
+    Args:
+        path: the file.
+
+    Yields:
+        The unpacked stream, and an upper bound on the number of bytes in it.
+
+    Raises:
+        BadFile: if the file can't be read or unpacked, also when that happens inside the ``with`` block.
+    """
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if path.suffix.lower() not in (".gz", ".tgz"):
+                yield file, size
+                return
+            with gzip.GzipFile(fileobj=file, mode="rb") as unpacked:
+                yield unpacked, size * MAX_DEFLATE_RATIO  # pyright: ignore[reportReturnType]
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadFile(f"can't be read: {shown(error)}") from error
+    except MemoryError as error:
+        raise BadFile("does not fit into memory") from error
+
+
+def read_exactly(file: BinaryIO, count: int) -> bytearray:
+    """Read ``count`` bytes in chunks, or raise ``BadFile`` if the file ends before."""
+    found = bytearray()
+    while len(found) < count:
+        piece = file.read(min(_CHUNK, count - len(found)))
+        if not piece:
+            raise BadFile(f"ends too early: {count} bytes were promised, {len(found)} are there")
+        found += piece
+    return found
+
+
 def require_memory(size: int, what: object) -> None:
-    """Refuse what would not fit into this machine: the system may end the whole process instead of saying no."""
+    """Refuse an allocation of ``size`` bytes that exceeds the machine's memory.
+
+    Without this check the operating system may kill the process instead of refusing the allocation.
+
+    Args:
+        size: bytes.
+        what: what needs them, for the message.
+
+    Raises:
+        DataError: if the machine has less physical memory.
+    """
     if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         raise DataError(f"{shown(what)} needs {size} bytes, more than this machine has. Use smaller or fewer images.")
 
 
 @contextmanager
 def reading(source: object) -> Iterator[None]:
-    """Word what the system says about a path, or about too little memory, as one line about ``source``."""
+    """Turn what goes wrong with ``source`` inside the ``with`` block into a one-line ``DataError``."""
     try:
         yield
+    except BadFile as error:
+        raise DataError(f"{shown(source)}: {error}.") from error
     except OSError as error:
         raise DataError(f"{shown(source)} can't be read: {shown(error.strerror or error)}.") from error
     except MemoryError as error:
         raise DataError(f"{shown(source)} does not fit into memory. Use smaller or fewer images.") from error
 
 
-_LARGEST_CHARACTER = 0x10FFFF
-_MAX_DIMENSIONS = 32
+def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
+    """Read one array of an .npz file.
+
+    Args:
+        archive: the open file.
+        member: which of its members; its stated size is checked against its compressed size.
+
+    Returns:
+        The array.
+
+    Raises:
+        DataError: if the member is not a plain array of the size that it states.
+    """
+    where = f"{shown(archive.filename or 'the file')}/{shown(member.filename)}"
+    most = member.compress_size * MAX_DEFLATE_RATIO + 1024
+    if member.compress_type not in _ZIP_COMPRESSIONS or member.file_size > most:
+        raise DataError(f"{where} is refused: its compression is not what .npz files use.")
+    with archive.open(member) as file:
+        return read_npy(file, size=member.file_size, where=where)
 
 
 def read_npy(file: IO[bytes], *, size: int, where: str) -> NDArray[Any]:
-    """The array in the next ``size`` bytes of ``file``.
+    """Read an array of numbers or texts in .npy format.
 
-    Guarantee: nothing is unpickled, and no more memory is taken than ``size``: the header must agree to the byte.
+    Args:
+        file: an open, seekable file at its start.
+        size: its length in bytes.
+        where: its name, for messages.
+
+    Returns:
+        The array.
+
+    Raises:
+        DataError: if it is not such an array.
+
+    Guarantee: nothing is unpickled, and no more than ``size`` bytes are allocated: the header must agree with the
+    length to the byte before numpy reads the values.
     """
-    shape, fortran, dtype = _header(file, where)
+    shape, dtype = _header(file, where)
     if dtype.hasobject:
         raise DataError(f"{where} is refused: it holds pickled objects. Save plain numbers or texts.")
     whole = all(type(side) is int and side >= 0 for side in shape)  # the header may say True
@@ -71,40 +174,29 @@ def read_npy(file: IO[bytes], *, size: int, where: str) -> NDArray[Any]:
     if promised != size - file.tell():
         raise DataError(f"{where} is refused: its header promises {shape} {dtype}, its size says otherwise.")
     require_memory(promised, where)
-    content = bytearray(promised)
-    view, done = memoryview(content), 0
-    while done < promised and (piece := file.read(min(promised - done, 1 << 24))):
-        view[done : done + len(piece)] = piece
-        done += len(piece)
-    if done < promised:
-        raise DataError(f"{where} ends too early: {promised} bytes were promised, {done} are there.")
-    values = np.frombuffer(content, dtype=dtype).reshape(shape, order="F" if fortran else "C")
-    if dtype.kind == "U" and not _are_texts(np.frombuffer(content, np.dtype("u4").newbyteorder(dtype.byteorder))):
-        raise DataError(f"{where} is refused: it holds texts with characters that don't exist.")
+    file.seek(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # headers that Python 2 wrote
+            values: NDArray[Any] = npy.read_array(file, allow_pickle=False)
+    except ValueError as error:
+        raise DataError(f"{where} ends too early: {promised} bytes were promised.") from error
+    try:
+        if dtype.kind == "U":
+            "".join(values.reshape(-1).tolist()).encode()
+    except (ValueError, SystemError) as error:
+        raise DataError(f"{where} is refused: it holds texts with characters that don't exist.") from error
     return values
 
 
-def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Read the shape and the type from the header of an .npy file."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of headers as Python 2 wrote them
+            warnings.simplefilter("ignore")  # headers that Python 2 wrote
             version = npy.read_magic(file)
-            if version == (1, 0):
-                return npy.read_array_header_1_0(file)
-            return npy.read_array_header_2_0(file)
-    except (
-        ValueError,
-        SyntaxError,
-        tokenize.TokenError,
-        RecursionError,
-        MemoryError,
-        TypeError,
-        OverflowError,
-    ) as error:
+            read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+            shape, _, dtype = read(file)
+            return shape, dtype
+    except _BAD_HEADER as error:
         raise DataError(f"{where} is refused: it has no header of an array ({type(error).__name__}).") from error
-
-
-def _are_texts(characters: NDArray[np.uint32]) -> bool:
-    """Whether these are characters of Unicode, and no halves of one."""
-    halves = (characters >= 0xD800) & (characters <= 0xDFFF)
-    return not bool(halves.any()) and int(characters.max(initial=0)) <= _LARGEST_CHARACTER

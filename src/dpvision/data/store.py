@@ -13,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpvision.data.normalisation import Normalisation
 from dpvision.errors import DataError, some_of
 
 
@@ -157,17 +156,6 @@ class ImageStore:
             owners=None if self.owners is None else tuple(self.owners[row] for row in rows.tolist()),
             skipped=(),
         )
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Splits:
-    """What a source gave: the private training part, a public test part if there is one, and what is declared."""
-
-    train: ImageStore
-    test: ImageStore | None
-    normalisation: Normalisation
-    public_facts: dict[str, Any]
 
 
 def dense_units(names: Sequence[object] | NDArray[Any]) -> Tensor:

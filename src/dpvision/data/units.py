@@ -28,7 +28,7 @@ def unit_names(files: Sequence[str], *, options: LoadOptions, also_known: Sequen
     known for all or for none: a CSV about private files need not mention them.
     """
     if options.unit_csv is not None:
-        found = _from_csv(files, options.unit_csv, options=options, also_known=also_known)
+        found = _from_csv(files, Path(options.unit_csv), options=options, also_known=also_known)
         before, after = f"{shown(options.unit_csv)} gives no unit for", "files"
     elif options.unit_folder_level is not None:
         found = _from_folders(files, options.unit_folder_level)

@@ -102,12 +102,5 @@ def load_test_images(
 
 def _options_like(released: ReleasedModel, masks: str | None, data_dir: Path | None) -> LoadOptions:
     """Read other pictures as the run read its own. A table of owners does not come along: it was the run's own."""
-    channels, height, width = released.image_shape
-    return replace(
-        load_options(released.config),
-        data_dir=data_dir,
-        image_size=(height, width),
-        channels=channels,
-        unit_csv=None,
-        masks=None if masks is None else Path(masks),
-    )
+    other = {"data_dir": None if data_dir is None else str(data_dir), "unit_csv": None, "masks": masks}
+    return load_options(released.config).with_shape(released.image_shape).model_copy(update=other)

@@ -74,7 +74,6 @@ def write_masks(
     What can't be read is returned with its reason, if ``skip_bad``. Nothing is written before everything has been
     predicted, nothing outside ``folder``, and nothing over a file that exists, unless ``force``.
     """
-    load_options(released.config)  # an impossible window is no property of a picture
     jobs = [job for source in sources for job in _jobs(source, folder)]
     _require_free(jobs, folder, force=force)
     released.model.to(device)

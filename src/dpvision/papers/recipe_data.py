@@ -26,7 +26,7 @@ from dpvision.config import (
     PrivacyConfig,
     RunConfig,
 )
-from dpvision.data import LoadOptions, known_sources, load
+from dpvision.data import LoadOptions, dataset_names, load
 from dpvision.data.datasets import cache_folder
 from dpvision.data.store import ImageStore
 from dpvision.errors import ArgumentError
@@ -135,7 +135,7 @@ def make_subset(source: str, *, data_dir: Path | None = None) -> Path:
     path = cache_folder() / "subsets" / source
     if path.exists():
         return path
-    splits = load("cifar100", LoadOptions(data_dir=data_dir))
+    splits = load("cifar100", LoadOptions(data_dir=None if data_dir is None else str(data_dir)))
     arrays = {}
     for name, store in (("train", splits.train), ("test", splits.test)):
         if store is not None:
@@ -312,7 +312,7 @@ def place_data(config: RunConfig) -> RunConfig:
         ArgumentError: Derived data cannot be made because what it is made of is missing.
     """
     source, masks = config.data.source, config.data.masks
-    if source in known_sources() or Path(source).exists():
+    if source in dataset_names() or Path(source).exists():
         return config
     data_dir = None if config.data.data_dir is None else Path(config.data.data_dir)
     if source in subset_sources():

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dpvision.errors import ArgumentError, DataError, DPVisionError, TamperError
 
@@ -41,12 +41,27 @@ def disk_errors(doing: str) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Write ``content`` so that a crash leaves the old file or the new one, never a part."""
+    """Replace a file by ``content``, so that a crash leaves the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, mode=mode) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
+    """Open a temporary file that takes the place of ``path`` at the end of the ``with`` block.
+
+    Args:
+        path: the file to replace or to make, in a folder that exists.
+        mode: its permissions.
+
+    Guarantee: after a crash or an exception ``path`` is what it was before, and no temporary file stays after an
+    exception. After the block the new file survives a power cut.
+    """
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, mode)

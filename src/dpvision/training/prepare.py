@@ -20,10 +20,10 @@ from dpvision.data import (
     ImageStore,
     LoadOptions,
     Normalisation,
+    dataset_names,
     dense_units,
     fixed_normalisation,
     hold_out,
-    known_sources,
     load,
     load_one,
 )
@@ -116,7 +116,7 @@ def with_number_of_units(config: RunConfig, store: ImageStore, keys: Keys) -> tu
         raise ArgumentError(
             "count_noise_multiplier is for counting the units, got num_units too: a declared number needs no noise."
         )
-    if not privacy.enabled or privacy.num_units is not None or config.data.source in known_sources():
+    if not privacy.enabled or privacy.num_units is not None or config.data.source in dataset_names():
         return config, ()
     require_plan_that_fits_any(config)
     noise = privacy.count_noise_multiplier or UNITS_OF_NOISE / (privacy.target_epsilon or USUAL_TARGET)
@@ -185,24 +185,7 @@ class Prepared:
 
 def load_options(config: RunConfig) -> LoadOptions:
     """How the configuration wants the training pictures to be read."""
-    data = config.data
-    return LoadOptions(
-        data_dir=Path(data.data_dir) if data.data_dir else None,
-        image_size=data.image_size,
-        channels=data.channels,
-        skip_bad=data.skip_bad,
-        unit_column=data.unit_column,
-        unit_csv=Path(data.unit_csv) if data.unit_csv else None,
-        unit_folder_level=data.unit_folder_level,
-        unit_pattern=data.unit_pattern,
-        units=data.units,
-        segmentation=config.task == "segmentation",
-        masks=Path(data.masks) if data.masks else None,
-        mask_classes=data.mask_classes,
-        only_foreground=data.only_foreground,
-        volume_axis=data.volume_axis,
-        window=data.window,
-    )
+    return LoadOptions(**config.data.model_dump(), segmentation=config.task == "segmentation")
 
 
 def load_splits(config: RunConfig, keys: Keys) -> RunSplits:
@@ -213,7 +196,7 @@ def load_splits(config: RunConfig, keys: Keys) -> RunSplits:
     train, test, held_out = splits.train, splits.test, False
     if data.test is not None:
         require_test_part(data, has_one=test is not None)
-        others = replace(options.like(train), masks=Path(data.test_masks) if data.test_masks else None)
+        others = options.with_shape(train.image_shape).model_copy(update={"masks": data.test_masks})
         test = load_one(data.test, others, class_names=train.class_names)
     elif test is None:
         train, test = hold_out(train, fraction=data.holdout_fraction, keys=keys)
@@ -224,7 +207,7 @@ def load_splits(config: RunConfig, keys: Keys) -> RunSplits:
 
 def require_test_part(data: DataConfig, *, has_one: bool) -> None:
     """Private pictures that are named as public test pictures too would be measured, and shown, without noise."""
-    if data.test is None or data.source in known_sources() or data.test in known_sources():
+    if data.test is None or data.source in dataset_names() or data.test in dataset_names():
         return
     source, test = Path(data.source).resolve(), Path(data.test).resolve()
     if source == test and has_one:
@@ -243,7 +226,7 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
     if config.data.mean is not None or config.data.std is not None:
         raise ArgumentError("mean and std are written by the run itself: choose normalisation instead.")
     choices: list[Choice] = []
-    by_name = config.data.source in known_sources()
+    by_name = config.data.source in dataset_names()
     if config.data.image_size is None and not by_name and Path(config.data.source).is_dir():
         side = DEFAULT_MASK_SIZE if config.task == "segmentation" else DEFAULT_IMAGE_SIZE
         data = config.data.model_copy(update={"image_size": side})

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dpvision import models
 from dpvision.accounting import EpsilonMeter
 from dpvision.config import RunConfig, required
-from dpvision.data import FeatureDraws, ImageBatches, ImageStore, Normalisation, ViewSettings
+from dpvision.data import FeatureDraws, ImageBatches, ImageStore, Normalisation
 from dpvision.errors import ArgumentError, DPVisionError
 from dpvision.gradients.model_check import Finding, check_model, require_private_ready
 from dpvision.gradients.ordinary import fast_plan, ordinary_gradient
@@ -176,7 +176,7 @@ def assemble(
             keys=place.keys,
             rows_per_unit=required(config.data.rows_per_unit, "rows_per_unit"),
             device=place.device,
-            views=view_settings(config),
+            views=config.views,
         ),
         budget=Budget(config.mechanism, place.ledger, fork=place.fork) if private else None,
         meter=EpsilonMeter(config.mechanism, delta=required(config.privacy.delta, "delta"), extra=extra_charges(config))
@@ -227,7 +227,7 @@ def choose_gradient_plans(learner: Learner, config: RunConfig, pictures: RunSpli
     repeated step would give another sum under the same noise.
     """
     inputs, targets = synthetic_like(pictures, device)
-    rows = required(config.data.rows_per_unit, "rows_per_unit") * view_settings(config).count
+    rows = required(config.data.rows_per_unit, "rows_per_unit") * config.views.count
     unit = torch.full((1, rows), 1 / rows, dtype=torch.float64, device=device)
     decide = plan_for if config.privacy.enabled else fast_plan
     for phase in learner.stages:
@@ -237,11 +237,6 @@ def choose_gradient_plans(learner: Learner, config: RunConfig, pictures: RunSpli
         with shape_errors(pictures.train.image_shape):
             decide(phase.network, loss_of(config, pictures), like, config.performance)
     set_trained(learner.model, learner.stages[0])
-
-
-def view_settings(config: RunConfig) -> ViewSettings:
-    """How the views of a run are made."""
-    return ViewSettings(**config.views.model_dump())
 
 
 def draw_weights(model: nn.Module, config: RunConfig, pictures: RunSplits, keys: Keys) -> None:

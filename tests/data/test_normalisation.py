@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from dpvision.data import ImageStore, released_normalisation, store_of_arrays
-from dpvision.data.pixel_statistics import unit_bound, unit_statistics
+from dpvision.data.normalisation import unit_bound, unit_statistics
 from dpvision.errors import ArgumentError
 from dpvision.privacy.mechanism import Event
 from dpvision.privacy.randomness import Keys
