@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.config import Performance
-from dpvision.gradients import clipped_sum, plan
+from dpvision.gradients import clipped_sum, plan, separability
 from dpvision.gradients.clipped_sum import Accumulator, Rows, clipped_sum_of_batch, unclipped_sum_of_batch
 from dpvision.gradients.layer_gradient import LayerGradient, MaterialisedGradient
+from dpvision.gradients.per_unit import UnitGradients
 from dpvision.gradients.plan import find_plan
 from dpvision.gradients.rules import weight_standardisation
 from dpvision.gradients.rules.weight_standardisation import Standardisation
-from dpvision.gradients.separability import find_mixing
-from dpvision.gradients.synthetic_batch import synthetic_batch
+from dpvision.gradients.separability import find_mixing, synthetic_batch
 from dpvision.kernels import memory
 from grads_support import cross_entropy
 
@@ -148,10 +148,9 @@ def test_what_a_share_made_of_itself_is_gone_before_the_next_one_is_compared_for
     def alone(*_: object) -> dict[str, Tensor]:
         return {name: torch.zeros_like(value) for name, value in model.named_parameters()}
 
-    monkeypatch.setattr(plan, "_gradients_alone", alone)
+    monkeypatch.setattr(separability, "_gradients_alone", alone)
     synthetic = next(rows(2).microbatches(2))
-    empty = plan.Plan(plan.OwnershipOverrides(), {}, 0, channels_last=False)
-    plan._compared(model, cross_entropy, synthetic, empty, plan.UnitGradients(layer_gradients, 0))
+    separability.compare_with_single_units(model, cross_entropy, synthetic, UnitGradients(layer_gradients, 0))
     assert alive == [4] * 8 + [4, 3, 2, 1]  # all norms, then sums for one unit and for the other
 
 

@@ -10,7 +10,7 @@ from dpvision.config import Performance
 from dpvision.errors import DPVisionError, PrivacyError
 from dpvision.gradients import reference
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
-from dpvision.gradients.model_check import require_private_ready
+from dpvision.gradients.plan import require_private_ready
 from grads_support import PaddedDraw, cross_entropy, relative_error, total_norm
 
 

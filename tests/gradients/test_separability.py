@@ -34,7 +34,7 @@ def loss_centred_over_the_batch(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [loss_weighted_by_all_targets, loss_centred_over_the_batch])
 def test_a_loss_that_mixes_units_is_refused_by_targets_as_by_inputs(loss: object) -> None:
     model, inputs, targets = rows()
-    with pytest.raises(PrivacyError, match="loss_fn mixes units"):
+    with pytest.raises(PrivacyError, match="loss_fn: mixes units"):
         clipped_sum(model, loss, inputs, targets, clip_norm=0.5)  # pyright: ignore[reportArgumentType]
 
 

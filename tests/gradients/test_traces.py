@@ -13,7 +13,7 @@ from dpvision.config import Performance
 from dpvision.errors import PrivacyError
 from dpvision.gradients import reference
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
-from dpvision.gradients.model_check import check_model
+from dpvision.gradients.plan import check_model
 from dpvision.privacy.values import Microbatch
 from grads_support import PaddedDraw, assert_same_traces, cross_entropy, relative_error, traces_of
 

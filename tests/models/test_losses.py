@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.gradients.clipped_sum import clipped_sum
-from dpvision.gradients.model_check import require_private_ready
+from dpvision.gradients.plan import require_private_ready
 from dpvision.models.losses import (
     LOSSES,
     LossName,

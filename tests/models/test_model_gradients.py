@@ -14,9 +14,8 @@ from torch.nn import functional
 from dpvision import models
 from dpvision.config import OptimizerSettings
 from dpvision.gradients.clipped_sum import clipped_sum
-from dpvision.gradients.model_check import check_model
 from dpvision.gradients.ownership import parameter_owners
-from dpvision.gradients.plan import plan_for
+from dpvision.gradients.plan import check_model, plan_for
 from dpvision.gradients.reference import clipped_sum_by_func
 from dpvision.gradients.rules import rule_for
 from dpvision.models import initialisation

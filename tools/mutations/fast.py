@@ -17,7 +17,7 @@ FAST = (
     ),
     *mutations(
         "gradients/test_rewrite_hazards",
-        "gradients/batch_axes.py",
+        "gradients/per_unit.py",
         (
             "an overwritten output speaks for its layer",
             "call.versions.append((seen, seen._version))  # overwritten later, it would say something else",
@@ -103,28 +103,33 @@ FAST = (
     ),
     *mutations(
         "gradients/test_engine_memory",
-        "gradients/plan.py",
+        "gradients/separability.py",
         (
             "a compared layer gradient stays",
             "                step.layer_gradients.pop(parameter, None)",
             "                pass",
         ),
+    ),
+    *mutations(
+        "gradients/test_engine_memory",
+        "gradients/plan.py",
         (
             "a call's tensors outlive its shapes",
-            "    return [CallShapes.from_call(call) for call in calls]",
-            "    model.kept = [*getattr(model, 'kept', []), *calls]\n    return [CallShapes.from_call(call) for call in calls]",
+            "    return [_CallShapes.from_call(call) for call in calls]",
+            "    model.kept = [*getattr(model, 'kept', []), *calls]\n    return [_CallShapes.from_call(call) for call in calls]",
         ),
     ),
     *mutations(
         "gradients/test_rules",
-        "gradients/plan.py",
+        "gradients/separability.py",
         ("only the first unit is compared", "for unit in range(units):", "for unit in range(1):"),
         (
             "what is compared is not what a step adds up",
             "    norms = {parameter: each.norms_sq().sqrt().tolist() for parameter, each in step.layer_gradients.items()}\n",
-            "    clean = unit_gradients(plan.network(model), loss_fn, plan.arranged(synthetic), "
-            "parameter_owners(plan.network(model), plan.overrides), plan.axes_by_module)\n"
-            "    norms = {parameter: each.norms_sq().sqrt().tolist() for parameter, each in clean.layer_gradients.items()}\n",
+            "    import copy\n"
+            "    clean = copy.deepcopy(step.layer_gradients)\n"
+            "    norms = {parameter: clean[twin].norms_sq().sqrt().tolist() "
+            "for parameter, twin in zip(step.layer_gradients, clean, strict=True)}\n",
         ),
     ),
     *mutations(
@@ -146,8 +151,8 @@ FAST = (
         "gradients/separability.py",
         (
             "copies to look for mixing",
-            "model_restored(model), repeatable_randomness",
-            "_traced(model), model_restored(model), repeatable_randomness",
+            "return _first_difference(seen, seen_after, unit, units) or LOSS\n    return None",
+            "return _first_difference(seen, seen_after, unit, units) or LOSS\n    return suspect_mixing(model, loss_fn, microbatch)",
         ),
     ),
 )

@@ -31,18 +31,22 @@ GRADIENTS = (
     ),
     *mutations(
         "gradients/test_clipped_sum",
-        "gradients/batch_axes.py",
+        "gradients/per_unit.py",
         ("row weights are ignored", "grad_outputs=weights", "grad_outputs=torch.ones_like(weights)"),
     ),
     *mutations(
         "gradients/test_traces",
-        "gradients/batch_axes.py",
+        "gradients/per_unit.py",
         (
             "changed activations pass",
             "if any(tensor._version != version",
             "if False and any(tensor._version != version",
         ),
-        ("hooks stay behind", "            handle.remove()", "            pass"),
+        (
+            "hooks stay behind",
+            "                hooks.enter_context(handle)\n        yield calls",
+            "                pass\n        yield calls",
+        ),
     ),
     *mutations(
         "gradients/test_clipped_sum",
@@ -54,13 +58,13 @@ GRADIENTS = (
         ),
     ),
     *mutations(
-        "gradients/test_model_check",
+        "gradients/test_plan",
         "gradients/plan.py",
-        ("mixing models pass", "    _refuse_mixing(model, loss_fn, synthetic)\n", ""),
+        ("mixing models pass", "    refuse(mixing_units(model, find_mixing(model, loss_fn, batch)))\n", ""),
     ),
     *mutations(
         "gradients/test_separability",
-        "gradients/synthetic_batch.py",
+        "gradients/separability.py",
         ("targets are never varied", "theirs.copy_(1 - theirs if", "theirs.copy_(theirs if True else 1 - theirs if"),
     ),
     *mutations(
@@ -69,10 +73,14 @@ GRADIENTS = (
         ("another loss is not tried", 'getattr(loss_fn, "__code__", loss_fn), speed', "speed"),
     ),
     *mutations(
-        "gradients/test_model_check",
-        "gradients/model_check.py",
-        ("preflight finds no mixing", "    findings += mixing\n", ""),
-        ("preflight finds no moving buffers", "findings = [*idle, *_moving(model, moved)]", "findings = [*idle]"),
+        "gradients/test_plan",
+        "gradients/plan.py",
+        ("the check finds no mixing", "    findings += mixing\n", ""),
+        (
+            "the check finds no moving buffers",
+            "findings = [*idle, *moving_state(model, trial.moved)]",
+            "findings = [*idle]",
+        ),
     ),
     *mutations(
         "gradients/test_rules",

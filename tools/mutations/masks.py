@@ -101,7 +101,7 @@ MASKS = (
     ),
     *mutations(
         "models/test_losses",
-        "gradients/model_check.py",
+        "gradients/separability.py",
         ("batch Dice is refused without a reason", "    if place == LOSS:\n", "    if place == LOSS and False:\n"),
     ),
     *mutations(

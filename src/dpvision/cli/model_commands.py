@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from dpvision.gradients.model_check import Finding
+    from dpvision.gradients.separability import Finding
 
 
 DEFAULT_CHANNELS, DEFAULT_SIDE, DEFAULT_CLASSES = 3, 32, 10
@@ -127,7 +127,8 @@ def _named(modules: list[str]) -> str:
 
 def _inspect(subject: _Subject) -> list[Finding]:
     """Check first that the model returns scores for such images, then that it can be trained privately."""
-    from dpvision.gradients.model_check import Finding, check_model
+    from dpvision.gradients.plan import check_model
+    from dpvision.gradients.separability import Finding
     from dpvision.training.trainer import inspect_model, synthetic_rows
 
     inputs, targets = synthetic_rows(subject.image_shape, subject.num_classes, "cpu")
@@ -143,7 +144,7 @@ def _outputs(subject: _Subject, inputs: Tensor) -> Tensor | Finding:
     """The model's outputs in evaluation mode, or a finding that says why they are not scores."""
     import torch
 
-    from dpvision.gradients.synthetic_batch import evaluation_mode, model_restored
+    from dpvision.gradients.separability import evaluation_mode, model_restored
 
     network, classes = subject.model, subject.num_classes
     shape = "×".join(map(str, subject.image_shape))
@@ -168,7 +169,7 @@ def _outputs(subject: _Subject, inputs: Tensor) -> Tensor | Finding:
 
 
 def _problem(problem: str, remedy: str) -> Finding:
-    from dpvision.gradients.model_check import Finding
+    from dpvision.gradients.separability import Finding
 
     return Finding(module="the model", problem=problem, remedy=remedy, fatal=True)
 

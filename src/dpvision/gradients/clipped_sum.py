@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.config import Performance
-from dpvision.errors import PrivacyError, Problems
+from dpvision.errors import Problems
 from dpvision.gradients.fast import SkinnyLinear, held_through_step
 from dpvision.gradients.layer_gradient import Finish, LayerGradient
 from dpvision.gradients.ownership import parameter_owners, trainable_parameters
-from dpvision.gradients.per_unit import LossFunction, UnitGradients, unit_gradients
+from dpvision.gradients.per_unit import LossFunction, UnitGradients, attributes_restored, unit_gradients
 from dpvision.gradients.plan import Plan, plan_for
-from dpvision.gradients.refusals import movement
-from dpvision.gradients.synthetic_batch import attributes_restored, model_state
+from dpvision.gradients.separability import model_state, moving_state, refuse
 from dpvision.kernels.memory import GivingBack, give_back_freed_memory
 from dpvision.privacy.clipping import Clipper
 from dpvision.privacy.mechanism import Clipping
@@ -214,8 +213,7 @@ def _unmoved(model: nn.Module) -> Iterator[None]:
     with attributes_restored(model):
         yield
         moved = [name for name, tensor in model_state(model) if before.get(name) != (id(tensor), tensor._version)]
-    if moved:
-        raise PrivacyError(movement(moved))
+    refuse(moving_state(model, moved))
 
 
 @final

@@ -101,7 +101,7 @@ def _added_to(total: Tensor | None, part: Tensor) -> Tensor:
     return total.add_(part) if added_up is None else added_up
 
 
-def added(layer_gradients: list[LayerGradient]) -> LayerGradient:
+def sum_of_calls(layer_gradients: list[LayerGradient]) -> LayerGradient:
     """One parameter's gradient over all calls that used it: added before any norm is taken."""
     if len(layer_gradients) == 1:
         return layer_gradients[0]

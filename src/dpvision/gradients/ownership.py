@@ -1,4 +1,8 @@
-"""Which module answers for which parameters."""
+"""Which module's calls give which parameter's per-unit gradient.
+
+Each module owns the parameters registered on itself. Where that fails for a model (a parameter is used outside of its
+module, the rows are not in the first dimension), ``OwnershipOverrides`` assign the parameter to a module above.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,11 @@ from dpvision.gradients.rules import Rule, rule_for
 @final
 @dataclass(frozen=True)
 class OwnershipOverrides:
-    """Where the usual division of work, each module for its own parameters, does not hold for a model.
+    """Exceptions from "each module owns its own parameters", for one model.
 
-    ``moved`` gives a parameter's name and the module above its owners that answers for it wholly; ``looped`` names
-    modules that must be run one unit at a time.
+    Attributes:
+        moved: from a parameter's name to the name of the module above that owns it completely.
+        looped: names of modules that must be run one unit at a time.
     """
 
     moved: Mapping[str, str] = field(default_factory=dict)
@@ -26,8 +31,8 @@ class OwnershipOverrides:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Target:
-    """A parameter and the names under which the module that answers for it reaches it."""
+class OwnedParameter:
+    """A parameter and the names under which its owner reaches it (several if it is tied)."""
 
     parameter: nn.Parameter
     names: tuple[str, ...]
@@ -36,11 +41,19 @@ class Target:
 @final
 @dataclass(frozen=True, eq=False)
 class ParameterOwner:
-    """A module whose calls are captured, and the parameters whose gradients come out of them."""
+    """A module whose calls are captured, and the parameters whose gradients are computed from them.
+
+    Attributes:
+        name: the module's qualified name; empty for the model itself.
+        module: the module.
+        parameters: what it owns.
+        rule: the rule of its layer type, or None if only recomputing the module is safe.
+        looped: whether the module is recomputed one unit at a time.
+    """
 
     name: str
     module: nn.Module
-    targets: tuple[Target, ...]
+    parameters: tuple[OwnedParameter, ...]
     rule: Rule | None
     looped: bool
 
@@ -51,37 +64,40 @@ class ParameterOwner:
 
 
 def module_label(name: str, module: nn.Module) -> str:
-    """How messages call a module."""
+    """Return how messages call a module: its qualified name and its type."""
     return f"{name or 'the model itself'} ({type(module).__name__})"
 
 
 def parameter_owners(model: nn.Module, overrides: OwnershipOverrides) -> tuple[ParameterOwner, ...]:
-    """Every module answers for the trainable parameters it owns itself, but for the overrides."""
+    """Return every module that owns trainable parameters, in the order of ``named_modules``.
+
+    Guarantee: each trainable parameter is owned wherever it is registered, or by exactly one module above.
+    """
     names = {parameter: name for name, parameter in trainable_parameters(model).items()}
     owners: list[ParameterOwner] = []
     for name, module in model.named_modules():
         own = _names_by_parameter(module, recurse=False)
-        targets = [Target(p, aliases) for p, aliases in own.items() if names[p] not in overrides.moved]
-        whole = [parameter for parameter, home in overrides.moved.items() if home == name]
-        if whole:
+        owned = [OwnedParameter(p, aliases) for p, aliases in own.items() if names[p] not in overrides.moved]
+        moved = [parameter for parameter, home in overrides.moved.items() if home == name]
+        if moved:
             below = _names_by_parameter(module, recurse=True)
-            targets += [Target(p, aliases) for p, aliases in below.items() if names[p] in whole]
-        if targets:
-            rule = None if whole else rule_for(module)
-            owners.append(ParameterOwner(name, module, tuple(targets), rule, name in overrides.looped))
+            owned += [OwnedParameter(p, aliases) for p, aliases in below.items() if names[p] in moved]
+        if owned:
+            rule = None if moved else rule_for(module)
+            owners.append(ParameterOwner(name, module, tuple(owned), rule, name in overrides.looped))
     return tuple(owners)
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that training moves, by name, shared ones once."""
+    """Return the parameters that require gradients, by name, shared ones once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def parameter_places(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every place that holds a parameter, once: tied parameters appear for each place, shared modules only once.
+    """Yield every place that holds a parameter: tied parameters once for each place, shared modules only once.
 
-    These are the names that ``functional_call`` can safely be given with ``tie_weights=False``. Told of one place under
-    two names, it would put its own tensor back into the model instead of the parameter.
+    These are the names that ``functional_call`` accepts safely with ``tie_weights=False``. Given one place under two
+    names, it would put its own tensor back into the model instead of the parameter.
     """
     for prefix, part in module.named_modules() if recurse else [("", module)]:
         for name, parameter in part._parameters.items():
@@ -90,6 +106,7 @@ def parameter_places(module: nn.Module, *, recurse: bool = True) -> Iterator[tup
 
 
 def _names_by_parameter(module: nn.Module, *, recurse: bool) -> dict[nn.Parameter, tuple[str, ...]]:
+    """Return all names of each trainable parameter."""
     names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, parameter in parameter_places(module, recurse=recurse):
         if parameter.requires_grad:

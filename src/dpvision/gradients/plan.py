@@ -1,15 +1,19 @@
-"""How to get a model's per-unit gradients: the usual way, and where it fails, another one.
+"""How a model's per-unit gradients are computed: chosen once, proved on synthetic units, and cached.
 
-A plan is proved on a few units: every parameter's gradient is compared with that of a unit by itself. A parameter that
-comes out wrong (used behind its owner's back, rows not in front, no batching rule) is handed to the next module above,
-in the end to the model itself.
+``plan_for`` is what every step calls. For a model that it has not seen in this form, it refuses moving buffers and
+mixing units, then searches for a plan: the fused copy of the model if it gives the model's own gradients, else the
+model in the faster memory format, else as it is. A parameter whose gradient comes out wrong (used outside of its
+module, rows not in the first dimension, no batching rule) is assigned to the next module above, in the end to the model
+itself. ``check_model`` is the same examination for people: on their own rows, in float64 where the model allows it, and
+with all findings at once.
 
-A model's first meeting with the engine: it is refused by name, or given a plan that is kept from then on.
+Shapes: U units, R rows per unit.
 """
 
 from __future__ import annotations
 
-import math
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 from weakref import WeakKeyDictionary
@@ -20,38 +24,63 @@ from torch import Tensor, nn
 from dpvision import kernels as native
 from dpvision.config import Performance
 from dpvision.errors import ArgumentError, DPVisionError, PrivacyError
-from dpvision.gradients import batch_axes
-from dpvision.gradients.batch_axes import AxesByModule, BatchAxes, CallShapes, backpropagate, capture_calls
 from dpvision.gradients.fast import fast_twin, frozen_values
 from dpvision.gradients.fast.weight_cache import held_through_step
-from dpvision.gradients.layer_gradient import LayerGradient
-from dpvision.gradients.ownership import OwnershipOverrides, ParameterOwner, parameter_owners, trainable_parameters
-from dpvision.gradients.per_unit import LossFunction, UnitGradients, row_losses, unit_gradients, with_channels_last
-from dpvision.gradients.refusals import mixture, movement, not_alone, wrong_gradients
-from dpvision.gradients.separability import find_mixing, suspect_mixing
-from dpvision.gradients.synthetic_batch import (
+from dpvision.gradients.ownership import (
+    OwnershipOverrides,
+    ParameterOwner,
+    module_label,
+    parameter_owners,
+    trainable_parameters,
+)
+from dpvision.gradients.per_unit import (
+    AxesByModule,
+    BatchAxes,
+    CapturedCall,
+    LossFunction,
+    RowsPerEntry,
+    row_losses,
+    run_captured,
+    unit_gradients,
+    with_channels_last,
+)
+from dpvision.gradients.separability import (
+    LOSS,
+    Finding,
+    Trial,
+    compare_with_single_units,
     evaluation_mode,
+    find_mixing,
+    mixing_units,
     model_restored,
+    moving_state,
+    refuse,
     repeat_units,
     repeatable_randomness,
-    single_unit,
     synthetic_batch,
+    try_forward,
+    wrong_gradients,
 )
 from dpvision.kernels.memory import give_back_freed_memory
 from dpvision.privacy.values import Microbatch
 
-_TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 0.1}
-"""A mistake in the wiring is of order one. In float32, activations that flip at a kink alone make a few percent."""
-
-
-_NOTHING: Final = 1e-15
-"""A gradient that is exactly zero has a norm of about this, because of what squares may lose by underflow."""
+_UNITS: Final = 2  # enough to depend on each other; every more would cost memory in a large model
+_MOST_CHECKED_UNITS: Final = 4
+_ELSEWHERE: Final = 0  # rows in another dimension than the first
 
 
 @final
 @dataclass(frozen=True)
 class Plan:
-    """What is run, who answers for which parameter, where the rows are, and what a unit needs in memory."""
+    """How the gradients of one model are computed.
+
+    Attributes:
+        overrides: which modules own which parameters, where it is not the module itself.
+        axes_by_module: where the rows are in what modules are given and return.
+        bytes_per_unit: memory that one unit needs.
+        channels_last: whether images are laid out channels-last.
+        fused_copy: a faster network with the same parameters, to be run in the model's place.
+    """
 
     overrides: OwnershipOverrides
     axes_by_module: AxesByModule
@@ -60,238 +89,224 @@ class Plan:
     fused_copy: nn.Module | None = None
 
     def network(self, model: nn.Module) -> nn.Module:
-        """What is run in the model's place: its fast fused_copy with the same parameters, or the model itself."""
+        """Return what is run in the model's place: the fused copy, or the model itself."""
         return model if self.fused_copy is None else self.fused_copy
 
     def arranged(self, microbatch: Microbatch) -> Microbatch:
-        """The micro-batch in the memory format of the plan."""
+        """Return the micro-batch in the memory format of the plan."""
         return with_channels_last(microbatch) if self.channels_last else microbatch
 
 
 @final
 @dataclass(frozen=True)
 class CheckedPlan:
-    """The best plan, the parameters that it gets wrong, and whether there were finite numbers to tell."""
+    """A plan, the parameters that it gets wrong, and whether there were finite gradients to compare with."""
 
     plan: Plan
     wrong: list[str]
     proved: bool
 
 
+@final
+@dataclass(frozen=True)
+class _CachedPlan:
+    """A plan, its key, and the parts of the model, held so that no other object can take their identity."""
+
+    key: Any
+    plan: Plan
+    parts: list[Any]
+
+
+_CACHE: WeakKeyDictionary[nn.Module, _CachedPlan] = WeakKeyDictionary()
+
+
+def plan_for(
+    model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance | None = None
+) -> Plan:
+    """Return the model's plan, made on first use and again whenever anything in ``plan_key`` changes.
+
+    Args:
+        model: the model or the part of it that trains.
+        loss_fn: one loss per row.
+        microbatch: rows whose shape and type the model will be run on; their values are not used if the model gives
+            finite losses for synthetic ones.
+        performance: speed and memory settings.
+
+    Returns:
+        A plan whose gradients were compared with those of single units.
+
+    Raises:
+        PrivacyError: the model mixes units, changes its buffers, or its per-unit gradients cannot be computed.
+        ArgumentError: native kernels are required and not available.
+    """
+    performance = performance or Performance()
+    with performance.chosen_kernels():
+        return _cached_plan(model, loss_fn, microbatch, performance)
+
+
+def _cached_plan(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance) -> Plan:
+    key = plan_key(model, loss_fn, microbatch, performance)
+    known = _CACHE.get(model)
+    if known is None or known.key != key:
+        found = _make_plan(model, loss_fn, microbatch, performance)
+        give_back_freed_memory()
+        if not found.proved:
+            # Nothing can be compared while gradients are not finite; such units contribute zero in any case.
+            return found.plan
+        known = _CachedPlan(key, found.plan, [*list(model.modules())[1:], *model.parameters(), *model.buffers()])
+        _CACHE[model] = known
+    return known.plan
+
+
+def plan_key(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance) -> Any:
+    """Return everything a plan, or its refusal, depends on; used as the cache key."""
+    modules = tuple((name, id(module), module.training) for name, module in model.named_modules())
+    parameters = tuple((name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False))
+    inputs = microbatch.inputs
+    rows = (inputs.shape[1:], inputs.dtype, inputs.device, microbatch.row_weights_UR.shape[1])
+    speed = (performance.channels_last, performance.kernels, native.available())
+    return modules, parameters, rows, frozen_values(model), getattr(loss_fn, "__code__", loss_fn), speed
+
+
+def _make_plan(
+    model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance
+) -> CheckedPlan:
+    """Refuse a model that is not separable, then search for a plan."""
+    batch, trial = _batch_to_try(model, loss_fn, microbatch)
+    refuse(moving_state(model, trial.moved))
+    refuse(mixing_units(model, find_mixing(model, loss_fn, batch)))
+    found = find_plan(
+        model,
+        loss_fn,
+        batch,
+        evaluate=trial.draws_random,
+        channels_last=performance.channels_last,
+        fused_copy=_fused_copy(model, batch, performance),
+    )
+    refuse(wrong_gradients(model, found.wrong))
+    return found
+
+
+def _batch_to_try(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> tuple[Microbatch, Trial]:
+    """Return synthetic units, or the first units as they are where the model gives no finite losses for those."""
+    batch = synthetic_batch(microbatch, units=_UNITS)
+    try:
+        trial = try_forward(model, loss_fn, batch)
+        if trial.is_finite:
+            return batch, trial
+    except (RuntimeError, ValueError, IndexError):
+        pass
+    batch = repeat_units(microbatch, units=_UNITS)
+    return batch, try_forward(model, loss_fn, batch)
+
+
+def _fused_copy(model: nn.Module, batch: Microbatch, performance: Performance) -> nn.Module | None:
+    """Return the fused copy, where the settings and the inputs allow one."""
+    kernels = performance.kernels
+    if kernels == "native" and not native.available():
+        raise ArgumentError(f"native kernels are not available: {native.reason()}. Choose kernels auto or plain.")
+    fits = batch.inputs.dtype == torch.float32 and batch.inputs.device.type == "cpu"
+    if kernels == "plain" or not performance.channels_last or not fits:
+        return None
+    if kernels == "auto" and not native.available():
+        return None
+    return fast_twin(model, compiled=kernels == "compiled")
+
+
 def find_plan(
     model: nn.Module,
     loss_fn: LossFunction,
-    synthetic: Microbatch,
+    batch: Microbatch,
     *,
     evaluate: bool,
     channels_last: bool = True,
     fused_copy: nn.Module | None = None,
 ) -> CheckedPlan:
-    """Find a plan whose gradients are those of single units; in evaluation mode for a model that draws.
+    """Search for a plan whose gradients are those of single units.
 
-    ``fused_copy`` is tried first, and used only if it gives these very gradients.
+    Args:
+        model: the model.
+        loss_fn: one loss per row.
+        batch: a few units to compare on.
+        evaluate: whether to search in evaluation mode, for a model that draws random numbers.
+        channels_last: whether the channels-last memory format may be used.
+        fused_copy: a faster network that is tried first, and used only if it gives the model's gradients.
+
+    Returns:
+        The plan, with the parameters that no plan gets right.
     """
-    with model_restored(model), repeatable_randomness(synthetic.inputs.device), evaluation_mode(model, when=evaluate):
-        _shapes(model, loss_fn, synthetic, parameter_owners(model, OwnershipOverrides()))
-        found = _search_fused_copy(model, fused_copy, loss_fn, synthetic)
-        return found or _search_formats(model, loss_fn, synthetic, channels_last=channels_last)
+    with model_restored(model), repeatable_randomness(batch.inputs.device), evaluation_mode(model, when=evaluate):
+        _call_shapes(model, loss_fn, batch, parameter_owners(model, OwnershipOverrides()), backward=False)
+        found = _try_fused_copy(model, fused_copy, loss_fn, batch)
+        return found or _try_formats(model, loss_fn, batch, channels_last=channels_last)
 
 
-def _gradients_alone(model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch, unit: int) -> dict[str, Tensor]:
-    """The gradient of one unit's loss by plain autograd, the unit alone in its batch."""
-    alone = single_unit(synthetic, unit)
-    parameters = trainable_parameters(model)
-    with torch.enable_grad():
-        try:
-            losses = row_losses(model, loss_fn, alone)
-        except (RuntimeError, ValueError) as error:
-            raise PrivacyError(not_alone(suspect_mixing(model, loss_fn, synthetic), error)) from error
-    if not losses.requires_grad:
-        return {name: torch.zeros_like(parameter.detach()) for name, parameter in parameters.items()}
-    weights = alone.row_weights_UR.reshape(-1).to(losses.dtype)
-    found = torch.autograd.grad(losses, list(parameters.values()), weights, allow_unused=True, materialize_grads=True)
-    return dict(zip(parameters, found, strict=True))
-
-
-def _search_fused_copy(
-    model: nn.Module, fused_copy: nn.Module | None, loss_fn: LossFunction, synthetic: Microbatch
+def _try_fused_copy(
+    model: nn.Module, fused_copy: nn.Module | None, loss_fn: LossFunction, batch: Microbatch
 ) -> CheckedPlan | None:
-    """The fast fused_copy, if it works for this model in the usual way and gives the model's gradients."""
+    """Return the plan with the fused copy, if it works without overrides and gives the model's gradients."""
     if fused_copy is None:
         return None
     give_back_freed_memory()
+    plan = Plan(OwnershipOverrides(), {}, 0, _channels_last_pays(model), fused_copy)
     try:
-        found = _try_plan(
-            model, loss_fn, synthetic, Plan(OwnershipOverrides(), {}, 0, _channels_last_pays(model), fused_copy)
-        )
+        found = _try_plan(model, loss_fn, batch, plan)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, DPVisionError):
         return None  # the model itself is examined next, and refused there if it must be
     return None if found.wrong else found
 
 
-def _search_formats(
-    model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch, *, channels_last: bool
-) -> CheckedPlan:
-    """The faster memory format, unless the model can't take it: some reshape in ways that depend on it."""
-    pictures = synthetic.inputs.dim() == 4 and synthetic.inputs.device.type == "cpu"
-    if channels_last and pictures and _channels_last_pays(model):
+def _try_formats(model: nn.Module, loss_fn: LossFunction, batch: Microbatch, *, channels_last: bool) -> CheckedPlan:
+    """Use the faster memory format, unless the model can't take it: some reshape in ways that depend on it."""
+    images = batch.inputs.dim() == 4 and batch.inputs.device.type == "cpu"
+    if channels_last and images and _channels_last_pays(model):
         try:
-            found = _search(model, loss_fn, synthetic, channels_last=True)
+            found = _search_overrides(model, loss_fn, batch, channels_last=True)
         except RuntimeError:
             found = None
         if found is not None and not found.wrong:
             return found
-    return _search(model, loss_fn, synthetic, channels_last=False)
+    return _search_overrides(model, loss_fn, batch, channels_last=False)
 
 
 def _channels_last_pays(model: nn.Module) -> bool:
-    """Not where all that learns are linear layers: whatever flattens pictures for them would turn them back."""
+    """Return False where all that trains are linear layers: flattening images for them would undo the format."""
     owners = (module for module in model.modules() if next(module.parameters(recurse=False), None) is not None)
     return any(type(module) is not nn.Linear for module in owners)
 
 
-def _search(model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch, *, channels_last: bool) -> CheckedPlan:
-    """Hand parameters upwards until all gradients are right; what is still wrong at the end is named."""
+def _search_overrides(
+    model: nn.Module, loss_fn: LossFunction, batch: Microbatch, *, channels_last: bool
+) -> CheckedPlan:
+    """Assign wrong parameters to modules further above until all gradients are right or nothing is left to try."""
     overrides = OwnershipOverrides()
     while True:
-        found = _try_plan(model, loss_fn, synthetic, Plan(overrides, {}, 0, channels_last))
-        further = _hand_up(model, overrides, parameter_owners(model, overrides), found.wrong) if found.wrong else None
+        found = _try_plan(model, loss_fn, batch, Plan(overrides, {}, 0, channels_last))
+        further = _override_wrong(model, overrides, found.wrong) if found.wrong else None
         if further is None:
             return found
         overrides = further
 
 
-def _find_layouts(
-    model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch, owners: tuple[ParameterOwner, ...]
-) -> tuple[AxesByModule, list[str]]:
-    """The axes of every call, and the parameters of modules whose rows are not in front."""
-    names = {parameter: name for name, parameter in trainable_parameters(model).items()}
-    small = _shapes(model, loss_fn, synthetic, owners, backward=True)
-    larger = repeat_units(synthetic, units=synthetic.row_weights_UR.shape[0] + 1)
-    large = _shapes(model, loss_fn, larger, owners)
-    if [call.owner.name for call in small] != [call.owner.name for call in large]:
-        raise PrivacyError(
-            "the model calls its modules differently for a larger batch, so one unit notices how many others there "
-            "are. Make its control flow independent of the batch size."
-        )
-    axes_by_module: dict[str, tuple[BatchAxes, ...]] = {}
-    misfits: list[str] = []
-    rows = synthetic.inputs.shape[0], larger.inputs.shape[0]
-    for one, other in zip(small, large, strict=True):
-        place = batch_axes.compare(one, other, rows=rows)
-        if place is None:
-            misfits += [names[target.parameter] for target in one.owner.targets]
-        else:
-            axes_by_module[one.owner.name] = (*axes_by_module.get(one.owner.name, ()), place)
-    return axes_by_module, misfits
-
-
-def _shapes(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    microbatch: Microbatch,
-    owners: tuple[ParameterOwner, ...],
-    *,
-    backward: bool = False,
-) -> list[CallShapes]:
-    """The calls of one forward pass, without their tensors; with ``backward``, which outputs reach the loss too."""
-    with torch.enable_grad(), capture_calls(owners) as calls:
-        losses = row_losses(model, loss_fn, microbatch)
-    for call in calls:
-        call.check_untouched()
-    if backward:
-        backpropagate(calls, losses, microbatch.row_weights_UR.reshape(-1).to(losses.dtype))
-    return [CallShapes.from_call(call) for call in calls]
-
-
-def _try_plan(model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch, plan: Plan) -> CheckedPlan:
-    """The plan with its axes_by_module and the bytes that a unit holds, beside the parameters that it gets wrong."""
-    network = plan.network(model)
-    owners = parameter_owners(network, plan.overrides)
-    arranged = plan.arranged(synthetic)
-    axes_by_module, misfits = _find_layouts(network, loss_fn, arranged, owners)
-    plan = replace(plan, axes_by_module=axes_by_module)
-    if misfits:
-        return CheckedPlan(plan, misfits, proved=False)
-    give_back_freed_memory()  # of other shapes: a large model's would lie beside what comes
-    with held_through_step(network):
-        step = unit_gradients(network, loss_fn, arranged, owners, plan.axes_by_module)
-        return _compared(model, loss_fn, synthetic, plan, step)
-
-
-@torch.no_grad()
-def _compared(
-    model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch, plan: Plan, step: UnitGradients
-) -> CheckedPlan:
-    """Compare a step with each unit by itself, one unit after the other: their gradients are not held side by side.
-
-    It uses the step up.
-    """
-    units = synthetic.row_weights_UR.shape[0]
-    # Norms first, as in every step: some layer_gradients take their sums from what the norms have formed.
-    norms = {parameter: each.norms_sq().sqrt().tolist() for parameter, each in step.layer_gradients.items()}
-    wrong, held, proved = set[str](), 0, True
-    for unit in range(units):
-        alone = _gradients_alone(model, loss_fn, synthetic, unit)
-        size = _norm(alone)
-        proved &= math.isfinite(size)
-        for name, parameter in trainable_parameters(model).items():
-            layer_gradient, gradient = step.layer_gradients.get(parameter), alone.pop(name)
-            norm = 0.0 if layer_gradient is None else norms[parameter][unit]
-            if math.isfinite(size) and not _right(layer_gradient, norm, gradient, size, unit=unit, units=units):
-                wrong.add(name)
-            if unit == units - 1:
-                held += 0 if layer_gradient is None else layer_gradient.held_bytes
-                step.layer_gradients.pop(parameter, None)
-    plan = replace(plan, bytes_per_unit=(step.activation_bytes + held) // units)
-    return CheckedPlan(plan, [name for name in trainable_parameters(model) if name in wrong], proved)
-
-
-def _right(
-    layer_gradient: LayerGradient | None, norm: float, alone: Tensor, size: float, *, unit: int, units: int
-) -> bool:
-    """Whether norm and gradient of one unit are what it has by itself, up to rounding and flips at kinks."""
-    only = torch.zeros(units, dtype=torch.float64, device=alone.device)
-    only[unit] = 1.0
-    found = (
-        torch.zeros_like(alone)
-        if layer_gradient is None
-        else layer_gradient.finish(layer_gradient.add_weighted_sum(None, only, None))
-    )
-    true_norm = _length(alone)
-    room = _TOLERANCE.get(alone.dtype, 0.3) * (true_norm + size / 100) + _NOTHING
-    return _length(found.sub_(alone)) <= room and abs(norm - true_norm) <= room
-
-
-def _norm(gradients: dict[str, Tensor]) -> float:
-    return math.hypot(*(_length(gradient) for gradient in gradients.values()))
-
-
-def _length(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
-
-
-def _hand_up(
-    model: nn.Module, overrides: OwnershipOverrides, owners: tuple[ParameterOwner, ...], wrong: list[str]
-) -> OwnershipOverrides | None:
-    """Another way for each wrong parameter: run its module unit by unit, then let the module above answer for it."""
-    parameters = trainable_parameters(model)
+def _override_wrong(model: nn.Module, overrides: OwnershipOverrides, wrong: list[str]) -> OwnershipOverrides | None:
+    """Run the owner of each wrong parameter unit by unit, or if it is already, let the module above own it."""
+    parameters, owners = trainable_parameters(model), parameter_owners(model, overrides)
     moved, looped = dict(overrides.moved), set(overrides.looped)
     for name in wrong:
-        mine = [owner for owner in owners if any(target.parameter is parameters[name] for target in owner.targets)]
+        mine = [owner for owner in owners if any(owned.parameter is parameters[name] for owned in owner.parameters)]
         unlooped = {owner.name for owner in mine if owner.rule is None and not owner.looped}
         if unlooped:
             looped |= unlooped
             continue
-        home = _above([owner.name for owner in mine])
+        home = _module_above([owner.name for owner in mine])
         if home is None or moved.get(name) == home:
             return None
         moved[name] = home
     return OwnershipOverrides(moved, frozenset(looped))
 
 
-def _above(names: list[str]) -> str | None:
-    """The module above one module, or the lowest that contains several; ``None`` above the model itself."""
+def _module_above(names: list[str]) -> str | None:
+    """Return the module above one module, or the lowest that contains several; None above the model itself."""
     if len(names) == 1:
         return None if names[0] == "" else names[0].rpartition(".")[0]
     shared: list[str] = []
@@ -302,115 +317,251 @@ def _above(names: list[str]) -> str | None:
     return ".".join(shared)
 
 
-_UNITS: Final = 2
-"""Two units are enough to notice each other; every more would cost memory in a large model."""
+def _try_plan(model: nn.Module, loss_fn: LossFunction, batch: Microbatch, plan: Plan) -> CheckedPlan:
+    """Complete a plan with its axes and its memory, and compare its gradients with those of single units."""
+    network = plan.network(model)
+    owners = parameter_owners(network, plan.overrides)
+    arranged = plan.arranged(batch)
+    axes_by_module, misfits = _find_axes(network, loss_fn, arranged, owners)
+    plan = replace(plan, axes_by_module=axes_by_module)
+    if misfits:
+        return CheckedPlan(plan, misfits, proved=False)
+    give_back_freed_memory()  # of other shapes: a large model's would lie beside what comes
+    with held_through_step(network):
+        step = unit_gradients(network, loss_fn, arranged, owners, plan.axes_by_module)
+        found = compare_with_single_units(model, loss_fn, batch, step)
+    units = batch.row_weights_UR.shape[0]
+    plan = replace(plan, bytes_per_unit=(step.activation_bytes + found.held_bytes) // units)
+    return CheckedPlan(plan, found.wrong, found.proved)
 
 
 @final
-@dataclass(frozen=True)
-class _Known:
-    """A plan, what it was made for, and the parts of the model, kept so that nothing else can take their identity."""
+@dataclass(frozen=True, eq=False)
+class _CallShapes:
+    """The shapes of a call, without its tensors: a large model's would fill the memory.
 
-    signature: Any
-    plan: Plan
-    parts: list[Any]
-
-
-_KNOWN: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
-
-
-def plan_for(
-    model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance | None = None
-) -> Plan:
-    """The model's plan, made on first use and again whenever its modules, modes or trainable parameters change.
-
-    Guarantee: raises PrivacyError for a model that mixes units, moves buffers, or whose gradients can't be had.
+    Attributes:
+        owner: the module that was called.
+        inputs: the shape of each flattened input; None for what is not a tensor.
+        outputs: the shape of each flattened output; None for what has no gradient.
+        reached: whether the loss depends on each output; empty without a backward pass.
     """
-    performance = performance or Performance()
-    with performance.chosen_kernels():
-        return _plan_for(model, loss_fn, microbatch, performance)
+
+    owner: ParameterOwner
+    inputs: tuple[torch.Size | None, ...]
+    outputs: tuple[torch.Size | None, ...]
+    reached: tuple[bool, ...]
+
+    @staticmethod
+    def from_call(call: CapturedCall) -> _CallShapes:
+        reached = tuple(gradient is not None for gradient in call.gradients)
+        return _CallShapes(call.owner, tuple(call.input_shapes), tuple(call.outputs), reached)
 
 
-def _plan_for(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance) -> Plan:
-    signature = plan_key(model, loss_fn, microbatch, performance)
-    known = _KNOWN.get(model)
-    if known is None or known.signature != signature:
-        plan, proved = _make(model, loss_fn, microbatch, performance)
-        give_back_freed_memory()
-        if not proved:
-            # Nothing can be compared while gradients are not finite; such units contribute zero in any case.
-            return plan
-        known = _Known(signature, plan, [*list(model.modules())[1:], *model.parameters(), *model.buffers()])
-        _KNOWN[model] = known
-    return known.plan
+def _call_shapes(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    microbatch: Microbatch,
+    owners: tuple[ParameterOwner, ...],
+    *,
+    backward: bool,
+) -> list[_CallShapes]:
+    """Return the shapes of all calls of one pass."""
+    calls = run_captured(model, loss_fn, microbatch, owners, backward=backward)
+    return [_CallShapes.from_call(call) for call in calls]
 
 
-def plan_key(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance) -> Any:
-    """All that a plan, or its refusal, hangs on."""
-    modules = tuple((name, id(module), module.training) for name, module in model.named_modules())
-    parameters = tuple((name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False))
-    inputs = microbatch.inputs
-    rows = (inputs.shape[1:], inputs.dtype, inputs.device, microbatch.row_weights_UR.shape[1])
-    speed = (performance.channels_last, performance.kernels, native.available())
-    return modules, parameters, rows, frozen_values(model), getattr(loss_fn, "__code__", loss_fn), speed
+def _find_axes(
+    model: nn.Module, loss_fn: LossFunction, batch: Microbatch, owners: tuple[ParameterOwner, ...]
+) -> tuple[AxesByModule, list[str]]:
+    """Find the axes of every call from two batches of different size.
+
+    Returns:
+        The axes by module, and the parameters of modules whose rows are not in the first dimension.
+    """
+    names = {parameter: name for name, parameter in trainable_parameters(model).items()}
+    small = _call_shapes(model, loss_fn, batch, owners, backward=True)
+    larger = repeat_units(batch, units=batch.row_weights_UR.shape[0] + 1)
+    large = _call_shapes(model, loss_fn, larger, owners, backward=False)
+    if [call.owner.name for call in small] != [call.owner.name for call in large]:
+        raise PrivacyError(
+            "the model calls its modules differently for a larger batch, so a unit depends on how many others there "
+            "are. Make its control flow independent of the batch size."
+        )
+    axes_by_module: dict[str, tuple[BatchAxes, ...]] = {}
+    misfits: list[str] = []
+    rows = batch.inputs.shape[0], larger.inputs.shape[0]
+    for one, other in zip(small, large, strict=True):
+        axes = _compare_shapes(one, other, rows=rows)
+        if axes is None:
+            misfits += [names[owned.parameter] for owned in one.owner.parameters]
+        else:
+            axes_by_module[one.owner.name] = (*axes_by_module.get(one.owner.name, ()), axes)
+    return axes_by_module, misfits
 
 
-def _make(
-    model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance
-) -> tuple[Plan, bool]:
-    synthetic = _finite_batch(model, loss_fn, microbatch)
-    drew = _refuse_movement(model, loss_fn, synthetic)
-    _refuse_mixing(model, loss_fn, synthetic)
-    found = find_plan(
-        model,
-        loss_fn,
-        synthetic,
-        evaluate=drew,
-        channels_last=performance.channels_last,
-        fused_copy=_fused_copy(model, synthetic, performance),
-    )
-    if found.wrong:
-        raise PrivacyError(wrong_gradients(found.wrong, suspect_mixing(model, loss_fn, synthetic)))
-    return found.plan, found.proved
+def _compare_shapes(small: _CallShapes, large: _CallShapes, *, rows: tuple[int, int]) -> BatchAxes | None:
+    """Return the axes that explain both calls, or None if rows are not in the first dimension wherever they matter.
 
-
-def _fused_copy(model: nn.Module, synthetic: Microbatch, performance: Performance) -> nn.Module | None:
-    """The fast fused_copy, where the settings and the inputs allow one."""
-    kernels = performance.kernels
-    if kernels == "native" and not native.available():
-        raise ArgumentError(f"native kernels are not at hand: {native.reason()}. Choose kernels auto or plain.")
-    fits = synthetic.inputs.dtype == torch.float32 and synthetic.inputs.device.type == "cpu"
-    if kernels == "plain" or not performance.channels_last or not fits:
+    They matter in all inputs, and in the outputs on which the loss depends: ``small`` knows which.
+    """
+    shapes = (small.inputs, large.inputs), (small.outputs, large.outputs)
+    if any(len(a) != len(b) for a, b in shapes):
         return None
-    if kernels == "auto" and not native.available():
+    inputs, outputs = (tuple(_rows_per_entry(a, b, rows) for a, b in zip(*pair, strict=True)) for pair in shapes)
+    seen = [entries for entries, reached in zip(outputs, small.reached, strict=False) if reached]
+    fits = _ELSEWHERE not in inputs and all(seen)
+    if small.owner.rule is not None:
+        fits = fits and inputs[0] == outputs[0]
+    return BatchAxes(inputs, outputs) if fits else None
+
+
+def _rows_per_entry(small: torch.Size | None, large: torch.Size | None, rows: tuple[int, int]) -> RowsPerEntry:
+    if small == large:
         return None
-    return fast_twin(model, compiled=kernels == "compiled")
+    if small is None or large is None or len(small) == 0 or small[1:] != large[1:]:
+        return _ELSEWHERE
+    entries, rest = divmod(small[0], rows[0])
+    return _ELSEWHERE if rest or large[0] != entries * rows[1] else entries
 
 
-def _finite_batch(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> Microbatch:
-    """Made-up units, unless the model can't digest them: then the first units as they are."""
-    synthetic = synthetic_batch(microbatch, units=_UNITS)
+def check_model(
+    model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor, *, rows_per_unit: int = 1
+) -> list[Finding]:
+    """Examine whether a model with this loss can be trained privately; the model is left as it was.
+
+    Args:
+        model: the model, in the mode in which it will train.
+        loss_fn: from outputs and targets to one loss per row.
+        inputs: a few rows, at least those of one unit.
+        targets: as many targets.
+        rows_per_unit: neighbouring rows that belong to one unit.
+
+    Returns:
+        Everything found: mixing units, moving buffers, wrong gradients, losses that don't split into rows (fatal);
+        frozen and unused parameters (not fatal).
+
+    Raises:
+        ArgumentError: there is no complete unit, or not one target per row.
+
+    Guarantee: without a fatal finding, the engine's gradients of these rows are those of single units.
+    """
+    rows = _rows_to_check(inputs, targets, rows_per_unit)
+    idle = list(_idle_parameters(model))
     try:
-        with torch.no_grad(), model_restored(model), repeatable_randomness(microbatch.inputs.device):
-            digested = bool(torch.isfinite(row_losses(model, loss_fn, synthetic)).all())
-    except (RuntimeError, ValueError, IndexError):
-        digested = False
-    return synthetic if digested else repeat_units(microbatch, units=_UNITS)
+        trial = try_forward(model, loss_fn, rows)
+    except ArgumentError as error:
+        return [*idle, Finding(module=LOSS, problem="does not split into rows", remedy=str(error))]
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NotImplementedError) as error:
+        problem = f"can't be run on these rows: {_problem_and_remedy(error)[0]}"
+        return [*idle, Finding(module="the model", problem=problem, remedy="Check their shape.")]
+    findings = [*idle, *moving_state(model, trial.moved)]
+    if not trial.is_finite:
+        problem = "gives losses that are not finite, so that nothing can be checked"
+        return [*findings, Finding(module="the model", problem=problem, remedy="Check its weights and inputs.")]
+    mixing = mixing_units(model, find_mixing(model, loss_fn, rows))
+    findings += mixing
+    if not mixing and trainable_parameters(model):
+        findings += _check_gradients(model, loss_fn, rows, draws_random=trial.draws_random)
+        findings += _unused_parameters(model, loss_fn, rows)
+    return findings
 
 
-def _refuse_movement(model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch) -> bool:
-    """Raise if a forward pass moves buffers or parameters. Returns whether it draws random numbers."""
-    with torch.no_grad(), model_restored(model) as moved, repeatable_randomness(synthetic.inputs.device):
-        state = torch.get_rng_state()
-        row_losses(model, loss_fn, synthetic)
-        drew = not torch.equal(state, torch.get_rng_state())
-    if moved:
-        raise PrivacyError(movement(moved))
-    return drew
+def require_private_ready(
+    model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor, *, rows_per_unit: int = 1
+) -> list[Finding]:
+    """Run ``check_model`` and refuse a model with fatal findings.
+
+    Args:
+        model: see ``check_model``, as for the other arguments.
+        loss_fn: one loss per row.
+        inputs: a few rows.
+        targets: as many targets.
+        rows_per_unit: rows of one unit.
+
+    Returns:
+        The findings that are not fatal.
+
+    Raises:
+        PrivacyError: names all fatal findings.
+    """
+    findings = check_model(model, loss_fn, inputs, targets, rows_per_unit=rows_per_unit)
+    refuse(findings, saying="the model is not ready for private training: ")
+    return findings
 
 
-def _refuse_mixing(model: nn.Module, loss_fn: LossFunction, synthetic: Microbatch) -> None:
-    """Raise if one unit's loss depends on another unit's input."""
-    place = find_mixing(model, loss_fn, synthetic)
-    if place is not None:
-        raise PrivacyError(mixture(place))
+def _rows_to_check(inputs: Tensor, targets: Tensor, rows_per_unit: int) -> Microbatch:
+    """Return the first few units; two at least, because one has no other to depend on."""
+    units = inputs.shape[0] // rows_per_unit if inputs.dim() else 0
+    if not units or targets.shape[:1] != inputs.shape[:1]:
+        raise ArgumentError(
+            f"check_model needs the rows of at least one unit (rows_per_unit={rows_per_unit}) and as many targets, got "
+            f"{tuple(inputs.shape)} and {tuple(targets.shape)}."
+        )
+    weights = torch.ones(units, rows_per_unit, device=inputs.device)
+    given = Microbatch(inputs[: units * rows_per_unit], targets[: units * rows_per_unit], weights)
+    return repeat_units(given, units=max(2, min(units, _MOST_CHECKED_UNITS)))
+
+
+def _idle_parameters(model: nn.Module) -> Iterator[Finding]:
+    """Yield what does not train: everything (fatal), or frozen parameters by module."""
+    if not trainable_parameters(model):
+        remedy = "Set requires_grad on those that should learn."
+        yield Finding(module="the model", problem="has no trainable parameter", remedy=remedy)
+    for name, module in model.named_modules():
+        frozen = [own for own, parameter in module.named_parameters(recurse=False) if not parameter.requires_grad]
+        if frozen:
+            problem = f"frozen, stays as it is: {', '.join(frozen)}"
+            yield Finding(module=module_label(name, module), problem=problem, remedy="Nothing, if meant.", fatal=False)
+
+
+def _check_gradients(model: nn.Module, loss_fn: LossFunction, rows: Microbatch, *, draws_random: bool) -> list[Finding]:
+    """Compare every parameter's gradient with that of a unit by itself, in float64 where the model allows it."""
+    two = repeat_units(rows, units=2)
+    try:
+        found = find_plan(*_in_float64(model, loss_fn, two), evaluate=draws_random)
+        if draws_random:
+            # Drawing inside a module that must be run again shows only when it draws.
+            owners = parameter_owners(model, found.plan.overrides)
+            with model_restored(model), repeatable_randomness(rows.inputs.device):
+                unit_gradients(model, loss_fn, two, owners, found.plan.axes_by_module)
+    except (PrivacyError, RuntimeError) as error:
+        problem, remedy = _problem_and_remedy(error)
+        return [Finding(module="the model", problem=problem, remedy=remedy)]
+    return wrong_gradients(model, found.wrong)
+
+
+def _unused_parameters(model: nn.Module, loss_fn: LossFunction, rows: Microbatch) -> Iterator[Finding]:
+    """Yield trainable parameters on which the loss does not depend."""
+    parameters, modules = trainable_parameters(model), dict(model.named_modules())
+    with torch.enable_grad(), model_restored(model), repeatable_randomness(rows.inputs.device):
+        losses = row_losses(model, loss_fn, rows)
+    gradients: tuple[Tensor | None, ...] = (None,) * len(parameters)
+    if losses.requires_grad:
+        gradients = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
+    for name, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            owner = name.rpartition(".")[0]
+            problem = f"the loss does not depend on {name}: it gets a zero gradient and learns only noise"
+            remedy = "Use it, freeze it or remove it."
+            yield Finding(module=module_label(owner, modules[owner]), problem=problem, remedy=remedy, fatal=False)
+
+
+def _in_float64(
+    model: nn.Module, loss_fn: LossFunction, rows: Microbatch
+) -> tuple[nn.Module, LossFunction, Microbatch]:
+    """Return a float64 copy with its rows, or the model itself where it can't be copied or does not run in float64."""
+    inputs, targets = (x.double() if x.is_floating_point() else x for x in (rows.inputs, rows.targets))
+    doubled = Microbatch(inputs, targets, rows.row_weights_UR)
+    try:
+        double = copy.deepcopy(model).double()
+        try_forward(double, loss_fn, doubled)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return model, loss_fn, rows
+    return double, loss_fn, doubled
+
+
+def _problem_and_remedy(error: Exception) -> tuple[str, str]:
+    """Split an error's message into problem and remedy, each on one line."""
+    problem, _, remedy = " ".join(str(error).split()).partition(". ")
+    return problem, remedy or "Train it without privacy once to see the cause."

@@ -1,31 +1,278 @@
-"""Does one unit notice another? Change one unit's input and look at all others, module by module.
+"""Does a unit's gradient depend on that unit alone? Checks of a model's behaviour, not of its module types.
 
-Shapes: U units, N rows.
+The clipped sum is only as private as this claim. The checks run a few synthetic units through the model and leave it
+exactly as it was. A forward pass must not change buffers or parameters (``try_forward``); one unit's input must not
+reach another unit's loss (``find_mixing``); and each unit's gradient must equal that of the unit alone in its batch
+(``compare_with_single_units``). Each problem is a ``Finding`` that names the module. ``plan.plan_for`` raises them,
+``plan.check_model`` reports them.
+
+Shapes: U units, R rows per unit, N = U·R rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from dpvision.gradients.ownership import module_label, parameter_places
-from dpvision.gradients.per_unit import LossFunction, row_losses
-from dpvision.gradients.refusals import LOSS
-from dpvision.gradients.synthetic_batch import model_restored, repeatable_randomness, with_changed_unit
+from dpvision.errors import PrivacyError, some_of
+from dpvision.gradients.layer_gradient import LayerGradient
+from dpvision.gradients.ownership import module_label, parameter_places, trainable_parameters
+from dpvision.gradients.per_unit import LossFunction, UnitGradients, attributes_restored, row_losses
 from dpvision.privacy.values import Microbatch
+
+LOSS: Final = "loss_fn"
+_BY_ROW: Final = "Replace it by a module that treats each row by itself, such as GroupNorm for BatchNorm."
+# A mistake in the wiring is of order one. In float32, activations that flip at a kink alone make a few percent.
+_TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 0.1}
+# A gradient that is exactly zero has a norm of about this, because of what squares may lose by underflow.
+_ZERO_NORM: Final = 1e-15
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One fact about a model.
+
+    Attributes:
+        module: where: a module's label, "loss_fn" or "the model".
+        problem: what is wrong or worth knowing, without a final full stop.
+        remedy: what to do about it.
+        fatal: whether it would make a privacy claim false.
+    """
+
+    module: str
+    problem: str
+    remedy: str
+    fatal: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.module}: {self.problem}. {self.remedy}"
+
+
+def refuse(findings: Iterable[Finding], *, saying: str = "") -> None:
+    """Raise one ``PrivacyError`` that names all fatal findings, if there are any."""
+    fatal = [str(finding) for finding in findings if finding.fatal]
+    if fatal:
+        raise PrivacyError(f"{saying}{' '.join(fatal)}")
+
+
+def moving_state(model: nn.Module, moved: Iterable[str]) -> list[Finding]:
+    """Return one finding for each module whose buffers or parameters a forward pass changed.
+
+    Args:
+        model: the model.
+        moved: qualified names of the changed tensors.
+    """
+    modules = dict(model.named_modules())
+    by_module: dict[str, list[str]] = {}
+    for name in moved:
+        owner, _, own = name.rpartition(".")
+        by_module.setdefault(owner, []).append(own)
+    return [
+        Finding(
+            module=module_label(owner, modules[owner]),
+            problem=f"a forward pass moves {', '.join(names)}, which would be released without noise",
+            remedy="Use GroupNorm instead of BatchNorm, or put the module into evaluation mode.",
+        )
+        for owner, names in by_module.items()
+    ]
+
+
+def mixing_units(model: nn.Module, place: str | None) -> list[Finding]:
+    """Return the findings for a place that mixes units, as ``find_mixing`` names it; none for None."""
+    if place is None:
+        return []
+    if place == LOSS:
+        problem = "mixes units: one unit's loss depends on another unit's row, so clipping bounds nothing"
+        remedy = "Return one loss per row, each from its own row alone: Dice of each image, not summed over the batch."
+        return [Finding(module=LOSS, problem=problem, remedy=remedy)]
+    named = [module_label(name, module) for name, module in model.named_modules() if _uses_batch_statistics(module)]
+    problem = "mixes units: one unit's output depends on another unit's input"
+    return [Finding(module=label, problem=problem, remedy=_BY_ROW) for label in dict.fromkeys([place, *named])]
+
+
+def wrong_gradients(model: nn.Module, wrong: Iterable[str]) -> list[Finding]:
+    """Return one finding for each module that owns parameters whose gradient is not that of a unit by itself."""
+    modules = dict(model.named_modules())
+    by_module: dict[str, list[str]] = {}
+    for name in wrong:
+        by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    return [
+        Finding(
+            module=module_label(owner, modules[owner]),
+            problem=f"the gradient of {some_of(names, limit=5)} is not that of a unit by itself",
+            remedy="Units mix in a way that only the gradient shows, or the gradient depends on the size of the "
+            "batch; use a plain module.",
+        )
+        for owner, names in by_module.items()
+    ]
+
+
+def _uses_batch_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+
+
+def synthetic_batch(microbatch: Microbatch, *, units: int) -> Microbatch:
+    """Return synthetic units of the same shape, so that what a check finds does not depend on private images.
+
+    Args:
+        microbatch: rows whose shape, type and targets are taken.
+        units: the number of synthetic units.
+
+    Returns:
+        Uniform noise where inputs are floating-point numbers, shuffled entries where they are indices.
+    """
+    rows = repeat_units(microbatch, units=units)
+    generator = torch.Generator().manual_seed(0)
+    return Microbatch(_noise_like(rows.inputs, generator), rows.targets, rows.row_weights_UR)
+
+
+def repeat_units(microbatch: Microbatch, *, units: int) -> Microbatch:
+    """Return the first ``units`` units, from the beginning again where there are fewer; every row has weight."""
+    rows_per_unit = microbatch.row_weights_UR.shape[1]
+    order = torch.arange(units * rows_per_unit, device=microbatch.inputs.device) % microbatch.inputs.shape[0]
+    weights = torch.full(
+        (units, rows_per_unit), 1 / rows_per_unit, dtype=torch.float64, device=microbatch.row_weights_UR.device
+    )
+    return Microbatch(microbatch.inputs[order], microbatch.targets[order], weights)
+
+
+def with_changed_unit(microbatch: Microbatch, unit: int) -> Microbatch:
+    """Return the micro-batch with other inputs and other targets in one unit."""
+    units, rows = microbatch.row_weights_UR.shape
+    inputs = microbatch.inputs.clone()
+    mine = inputs[unit * rows : (unit + 1) * rows]
+    if mine.is_floating_point():
+        mine.copy_(_noise_like(mine, torch.Generator().manual_seed(units + unit)) * 2 - 1)
+    else:
+        mine.copy_(mine.flip(-1) if mine.dim() > 1 else inputs.flip(0)[unit * rows : (unit + 1) * rows])
+    targets = microbatch.targets.clone()
+    theirs = targets[unit * rows : (unit + 1) * rows]
+    # Classes 0 and 1 exist wherever there is anything to tell apart.
+    theirs.copy_(1 - theirs if theirs.is_floating_point() else (theirs == 0).to(theirs.dtype))
+    return Microbatch(inputs, targets, microbatch.row_weights_UR)
+
+
+def single_unit(microbatch: Microbatch, unit: int) -> Microbatch:
+    """Return one unit alone in its batch."""
+    rows = microbatch.row_weights_UR.shape[1]
+    mine = slice(unit * rows, (unit + 1) * rows)
+    weights = microbatch.row_weights_UR[unit : unit + 1]
+    return Microbatch(microbatch.inputs[mine], microbatch.targets[mine], weights)
+
+
+def _noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    if x.is_floating_point():
+        return torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x)
+    if x.dim() == 1:
+        return x
+    order = torch.randperm(x.shape[-1], generator=generator)
+    return x[..., order.to(x.device)]
+
+
+@contextmanager
+def repeatable_randomness(device: torch.device) -> Iterator[None]:
+    """Give every such block the same random numbers; the generators outside are untouched."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(0)
+        if devices:
+            torch.cuda.manual_seed(0)
+        yield
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module, *, when: bool = True) -> Iterator[None]:
+    """Put all modules into evaluation mode inside the block, if ``when``; each module's own mode returns after it."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        if when:
+            model.eval()
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def model_restored(model: nn.Module) -> Iterator[list[str]]:
+    """Restore everything that the model stores; afterwards the list names buffers and parameters that had changed."""
+    moved: list[str] = []
+    saved = [(name, tensor, tensor.detach().clone()) for name, tensor in model_state(model)]
+    with attributes_restored(model):
+        try:
+            yield moved
+        finally:
+            now = dict(model_state(model))
+            with torch.no_grad():
+                for name, tensor, value in saved:
+                    if now.get(name) is not tensor or not torch.equal(_bits(tensor), _bits(value)):
+                        moved.append(name)
+                        tensor.copy_(value)
+
+
+def model_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield everything that a model stores from step to step, by name."""
+    yield from model.named_buffers()
+    yield from model.named_parameters()
+
+
+def _bits(x: Tensor) -> Tensor:
+    """View the bytes, so that NaN equals NaN; in one row, because a size of 1 leaves strides open."""
+    return x.detach().contiguous().view(-1).view(torch.uint8)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """What one forward pass showed.
+
+    Attributes:
+        losses: one loss per row.
+        moved: names of buffers and parameters that the pass changed.
+        draws_random: whether it drew random numbers.
+    """
+
+    losses: Tensor
+    moved: list[str]
+    draws_random: bool
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all losses are finite; otherwise nothing can be compared."""
+        return bool(torch.isfinite(self.losses).all())
+
+
+def try_forward(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> Trial:
+    """Run one forward pass without a gradient and without a trace in the model."""
+    with torch.no_grad(), model_restored(model) as moved, repeatable_randomness(microbatch.inputs.device):
+        state = torch.get_rng_state()
+        losses = row_losses(model, loss_fn, microbatch)
+        draws_random = not torch.equal(state, torch.get_rng_state())
+    return Trial(losses, moved, draws_random)
 
 
 def find_mixing(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> str | None:
-    """The innermost module, or the loss, through which one unit's input reaches another unit's loss; else ``None``.
+    """Look for a way from one unit's input or target to another unit's loss.
 
-    Looked for twice: with the model's weights, and with others near them, because a gain that is still zero hides
-    what will mix after the first step.
+    Args:
+        model: the model.
+        loss_fn: one loss per row.
+        microbatch: at least two units.
+
+    Returns:
+        The label of the innermost module that mixes, or ``LOSS``; None if nothing was found. Looked for twice: with
+        the model's weights, and with others near them, because a gain that is still zero hides what will mix after
+        the first step.
     """
     units = microbatch.row_weights_UR.shape[0]
     for weights in ({}, _weights_nearby(model)):
@@ -39,14 +286,14 @@ def find_mixing(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch)
 
 
 def suspect_mixing(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> str | None:
-    """The innermost module whose output mixes units, whether or not the loss shows it."""
+    """Return the innermost module whose output mixes units, whether or not the loss shows it."""
     before = _trace(model, loss_fn, microbatch, {})
     after = _trace(model, loss_fn, with_changed_unit(microbatch, 0), {})
     return _first_difference(before, after, 0, microbatch.row_weights_UR.shape[0])
 
 
 def _weights_nearby(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters moved a little at random, none of them zero, for every place that holds one."""
+    """Return parameters moved a little at random, none of them zero, for every place that holds one."""
     generator = torch.Generator().manual_seed(0)
     moved = {parameter: _nearby(parameter.detach(), generator) for parameter in model.parameters()}
     return {name: moved[parameter] for name, parameter in parameter_places(model)}
@@ -59,10 +306,6 @@ def _nearby(x: Tensor, generator: torch.Generator) -> Tensor:
     return x + (0.1 * size * torch.randn(x.shape, generator=generator, dtype=torch.float64)).to(x)
 
 
-Seen = tuple[str, list[Any], list[Any]]
-"""A module's label, and copies of what it was given and what it returned."""
-
-
 def _losses(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, weights: dict[str, Tensor]) -> Tensor:
     def run(inputs: Tensor) -> Any:
         return functional_call(model, weights, (inputs,), tie_weights=False) if weights else model(inputs)
@@ -71,30 +314,25 @@ def _losses(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, wei
         return row_losses(run, loss_fn, microbatch)
 
 
-def _trace(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, weights: dict[str, Tensor]) -> list[Seen]:
-    """All modules' inputs and outputs of one forward pass, in order of completion.
+_Seen = tuple[str, list[Any], list[Any]]
+"""A module's label, and copies of what it was given and what it returned."""
+
+
+def _trace(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, weights: dict[str, Tensor]) -> list[_Seen]:
+    """Return all modules' inputs and outputs of one forward pass, in order of completion.
 
     That is many times what a pass itself holds, so it is made only to name a module, never to look whether any mixes.
     """
-    with _traced(model) as calls:
+    calls: list[_Seen] = []
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            for handle in _trace_hooks(module_label(name, module), module, calls):
+                hooks.enter_context(handle)
         _losses(model, loss_fn, microbatch, weights)
     return calls
 
 
-@contextmanager
-def _traced(model: nn.Module) -> Iterator[list[Seen]]:
-    calls: list[Seen] = []
-    handles: list[Any] = []
-    try:
-        for name, module in model.named_modules():
-            handles += _watch(module_label(name, module), module, calls)
-        yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _watch(label: str, module: nn.Module, calls: list[Seen]) -> list[Any]:
+def _trace_hooks(label: str, module: nn.Module, calls: list[_Seen]) -> list[Any]:
     entries: list[list[Any]] = []
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -113,7 +351,8 @@ def _copies(values: Any) -> list[Any]:
     return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(values)]
 
 
-def _first_difference(before: list[Seen], after: list[Seen], unit: int, units: int) -> str | None:
+def _first_difference(before: list[_Seen], after: list[_Seen], unit: int, units: int) -> str | None:
+    """Return the label of the first module whose inputs agree for all other units and whose outputs do not."""
     for (label, inputs, outputs), (_, inputs_after, outputs_after) in zip(before, after, strict=False):
         same_in = all(_others_equal(a, b, unit, units) for a, b in zip(inputs, inputs_after, strict=False))
         same_out = all(_others_equal(a, b, unit, units) for a, b in zip(outputs, outputs_after, strict=False))
@@ -123,7 +362,7 @@ def _first_difference(before: list[Seen], after: list[Seen], unit: int, units: i
 
 
 def _others_equal(a: Any, b: Any, unit: int, units: int) -> bool:
-    """Whether the rows of all other units agree, but for rounding."""
+    """Return whether the rows of all units but ``unit`` agree up to rounding."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return True
     if a.shape != b.shape:
@@ -135,3 +374,93 @@ def _others_equal(a: Any, b: Any, unit: int, units: int) -> bool:
         return torch.equal(a, b)
     rounding = 16 * torch.finfo(a.dtype).eps * float(a.abs().nan_to_num(0.0, 0.0, 0.0).amax()) if a.numel() else 0.0
     return torch.allclose(a, b, rtol=0.0, atol=rounding, equal_nan=True)
+
+
+@final
+@dataclass(frozen=True)
+class Comparison:
+    """A step's gradients beside those of single units.
+
+    Attributes:
+        wrong: names of parameters whose gradient differs for some unit.
+        proved: whether all single units had finite gradients to compare with.
+        held_bytes: memory of the per-unit gradients that the step formed.
+    """
+
+    wrong: list[str]
+    proved: bool
+    held_bytes: int
+
+
+@torch.no_grad()
+def compare_with_single_units(
+    model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, step: UnitGradients
+) -> Comparison:
+    """Compare a step's per-unit gradients with each unit alone in its batch, by plain autograd.
+
+    Args:
+        model: the model, which need not be the network that made ``step``.
+        loss_fn: one loss per row.
+        microbatch: the units of the step.
+        step: per-unit gradients; used up here, so that they are not held beside each unit's own.
+
+    Returns:
+        The parameters whose gradients or norms differ by more than rounding and flips at kinks explain.
+
+    Raises:
+        PrivacyError: the model cannot run on a single unit, so units depend on each other.
+    """
+    units = microbatch.row_weights_UR.shape[0]
+    # Norms first, as in every step: some layer gradients take their sums from what the norms have formed.
+    norms = {parameter: each.norms_sq().sqrt().tolist() for parameter, each in step.layer_gradients.items()}
+    wrong, held, proved = set[str](), 0, True
+    for unit in range(units):
+        alone = _gradients_alone(model, loss_fn, microbatch, unit)
+        size = math.hypot(*(_length(gradient) for gradient in alone.values()))
+        proved &= math.isfinite(size)
+        for name, parameter in trainable_parameters(model).items():
+            layer_gradient, gradient = step.layer_gradients.get(parameter), alone.pop(name)
+            norm = 0.0 if layer_gradient is None else norms[parameter][unit]
+            only = torch.zeros(units, dtype=torch.float64, device=gradient.device)
+            only[unit] = 1.0
+            if math.isfinite(size) and not _is_right(layer_gradient, norm, gradient, size, only):
+                wrong.add(name)
+            if unit == units - 1:
+                held += 0 if layer_gradient is None else layer_gradient.held_bytes
+                step.layer_gradients.pop(parameter, None)
+    return Comparison([name for name in trainable_parameters(model) if name in wrong], proved, held)
+
+
+def _is_right(layer_gradient: LayerGradient | None, norm: float, alone: Tensor, size: float, only_U: Tensor) -> bool:
+    """Return whether norm and gradient of one unit are those that it has alone, up to rounding and flips at kinks."""
+    if layer_gradient is None:
+        found = torch.zeros_like(alone)
+    else:
+        found = layer_gradient.finish(layer_gradient.add_weighted_sum(None, only_U, None))
+    true_norm = _length(alone)
+    room = _TOLERANCE.get(alone.dtype, 0.3) * (true_norm + size / 100) + _ZERO_NORM
+    return _length(found.sub_(alone)) <= room and abs(norm - true_norm) <= room
+
+
+def _gradients_alone(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, unit: int) -> dict[str, Tensor]:
+    """Return the gradient of one unit's loss by plain autograd, the unit alone in its batch."""
+    alone = single_unit(microbatch, unit)
+    parameters = trainable_parameters(model)
+    with torch.enable_grad():
+        try:
+            losses = row_losses(model, loss_fn, alone)
+        except (RuntimeError, ValueError) as error:
+            place = suspect_mixing(model, loss_fn, microbatch) or "the model"
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise PrivacyError(
+                f"{place} can't take one unit by itself, so units depend on each other ({reason}). {_BY_ROW}"
+            ) from error
+    if not losses.requires_grad:
+        return {name: torch.zeros_like(parameter.detach()) for name, parameter in parameters.items()}
+    weights = alone.row_weights_UR.reshape(-1).to(losses.dtype)
+    found = torch.autograd.grad(losses, list(parameters.values()), weights, allow_unused=True, materialize_grads=True)
+    return dict(zip(parameters, found, strict=True))
+
+
+def _length(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))

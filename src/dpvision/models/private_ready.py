@@ -1,6 +1,6 @@
 """A user's own model made ready for private training: a changed copy, and a list of what changed and why.
 
-Only modules are inspected. ``dpvision.gradients.model_check`` decides whether the copy is ready.
+Only modules are inspected. ``dpvision.gradients.plan.check_model`` decides whether the copy is ready.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def make_private_ready(
     ``scale_norm`` every residual addition is followed by a norm; that needs ``example``, a small batch of inputs.
 
     Guarantee: none by itself. What is not a module (functional in-place calls, hand-written batch statistics) stays;
-    ``dpvision.gradients.model_check`` finds it.
+    ``dpvision.gradients.plan.check_model`` finds it.
     """
     problems = Problems()
     problems.require(batch_norm in ("group", "frozen"), f"batch_norm must be group or frozen, got {batch_norm!r}.")

@@ -21,9 +21,9 @@ from dpvision.accounting import EpsilonMeter
 from dpvision.config import RunConfig, required
 from dpvision.data import FeatureDraws, ImageBatches, ImageStore, Normalisation
 from dpvision.errors import ArgumentError, DPVisionError
-from dpvision.gradients.model_check import Finding, check_model, require_private_ready
 from dpvision.gradients.ordinary import fast_plan, ordinary_gradient
-from dpvision.gradients.plan import plan_for
+from dpvision.gradients.plan import check_model, plan_for, require_private_ready
+from dpvision.gradients.separability import Finding
 from dpvision.inference import (
     MaskMetrics,
     Metrics,

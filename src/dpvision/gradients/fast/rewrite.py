@@ -21,8 +21,8 @@ from torch.nn.modules import module as torch_modules
 from dpvision.gradients.fast.fused_conv import HeldWSConv2d, WinogradConv2d, WinogradWSConv2d
 from dpvision.gradients.fast.fused_norm import FusedNorm
 from dpvision.gradients.fast.small_layers import FastMaxPool, FastScattering, FastTanh, SkinnyLinear, is_max_pool
+from dpvision.gradients.per_unit import attributes_restored
 from dpvision.gradients.rules import rule_for
-from dpvision.gradients.synthetic_batch import attributes_restored
 from dpvision.kernels.norm_act import Chain
 from dpvision.models.layers import WSConv2d
 from dpvision.models.scattering import Scattering
