@@ -13,7 +13,7 @@ from dpvision.config import Performance
 from dpvision.errors import ArgumentError
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
 from dpvision.gradients.fast.small_layers import FastScattering
-from dpvision.gradients.inference_forward import fused_forward
+from dpvision.gradients.ordinary import fused_forward
 from dpvision.gradients.plan import plan_for
 from dpvision.kernels.channels_last import laid_out
 from dpvision.kernels.scatter import scatter

@@ -1,8 +1,10 @@
-"""Sums over micro-batches, in float64, each in the order in which its parts come.
+"""The clipped sum of per-unit gradients: one forward, one backward, exact.
 
-The clipped sum of per-unit gradients: one forward, one backward, exact.
+``clipped_sum_of_batch`` cuts a draw into micro-batches, computes every unit's gradient (``per_unit``), scales it to at
+most ``clip_norm`` (``privacy.clipping``) and adds it up in float64. The result is sensitive: only ``noise.privatize``
+may open it.
 
-CallShapes: U units, R rows per unit.
+Shapes: U units, R rows per unit.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from dpvision.privacy.values import Batch, ClippedSum, Microbatch
 
 @final
 class Accumulator:
-    """One running sum a parameter.
+    """One running sum per parameter, over micro-batches.
 
-    Float64, because rounding in a long float32 sum could let one unit move it by more than the clip norm.
+    In float64, because rounding in a long float32 sum could let one unit move it by more than the clip norm.
     """
 
     def __init__(self) -> None:
@@ -49,7 +51,7 @@ class Accumulator:
         factors: Mapping[nn.Parameter, Tensor],
         nonfinite_U: Tensor | None,
     ) -> None:
-        """Add one micro-batch: every unit's gradient times its factors, those marked in ``nonfinite_U`` left out.
+        """Add one micro-batch: every unit's gradient times its factor, without the units in ``nonfinite_U``.
 
         Takes the entries out of ``layer_gradients``, so that the memory of one is free before the next is added, and
         all of it before the next micro-batch runs.
@@ -68,7 +70,7 @@ class Accumulator:
 
     @torch.no_grad()
     def gradients(self, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-        """By name, in the parameters' own shapes; zeros where nothing was added. Nothing is left here afterwards."""
+        """Return the sums by name, in the parameters' own shapes; zeros where nothing was added. Empties this."""
         return {name: self._gradient(parameter) for name, parameter in parameters.items()}
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor:
@@ -77,11 +79,11 @@ class Accumulator:
         return self._finish.pop(parameter)(self._sums.pop(parameter)).contiguous()
 
 
-_MOST_PICTURES: Final = 512
+_MOST_IMAGES: Final = 512  # units of a micro-batch
 _MOST_FEATURE_ROWS: Final = 4096
-_EVEN: Final = 8
+_EVEN: Final = 8  # whole multiples of it share evenly among threads
 _FEW: Final = 4
-_LARGE: Final = 1 << 25
+_LARGE: Final = 1 << 25  # parameters from which on memory is given back to the system
 
 
 def clipped_sum(
@@ -95,11 +97,25 @@ def clipped_sum(
     rows_per_unit: int = 1,
     microbatch_size: int | None = None,
 ) -> ClippedSum:
-    """The sum over units of their gradients, each scaled to at most ``clip_norm``; the model stays as it was.
+    """Compute the sum over units of their gradients, each scaled to at most ``clip_norm``; the model is not changed.
 
-    ``clipping`` says how: "flat" scales a gradient that is too long down, "automatic" brings every gradient to nearly
-    ``clip_norm``, "per_layer" scales each layer's part down to its even layer_gradient of it.
-    Rows ``u * rows_per_unit`` and following belong to unit u; a unit's loss is the mean over its rows.
+    Args:
+        model: any module whose rows do not influence each other.
+        loss_fn: from outputs and targets to one loss per row.
+        inputs: rows; rows ``u * rows_per_unit`` and following belong to unit u.
+        targets: as many targets.
+        clip_norm: L2 bound on one unit's contribution, above zero.
+        clipping: "flat" scales a gradient that is too long down, "automatic" brings every gradient to nearly
+            ``clip_norm``, "per_layer" scales each layer's part down to its even share of it.
+        rows_per_unit: rows of one unit; a unit's loss is the mean over its rows.
+        microbatch_size: units computed at once; chosen by memory if None. No influence on the result beyond rounding.
+
+    Returns:
+        The sum, in the parameters' own dtypes. Sensitive.
+
+    Raises:
+        ArgumentError: an argument breaks its rule.
+        PrivacyError: the model mixes units, or its per-unit gradients cannot be computed.
 
     Guarantee: adding or removing one unit moves the result by at most ``clip_norm`` in L2. A unit whose gradient is
     not finite contributes zero.
@@ -127,7 +143,18 @@ def clipped_sum_of_batch(
     clipping: Clipping = "flat",
     performance: Performance,
 ) -> ClippedSum:
-    """``clipped_sum`` over a whole draw, in float64. An empty draw is a sum of zeros.
+    """Compute ``clipped_sum`` over a whole draw, in float64. An empty draw is a sum of zeros.
+
+    Args:
+        model: the model or the part of it that trains.
+        loss_fn: one loss per row.
+        batch: the draw.
+        clip_norm: L2 bound on one unit's contribution, above zero.
+        clipping: the style of clipping.
+        performance: speed and memory settings.
+
+    Returns:
+        The sum, by parameter name. Sensitive.
 
     Guarantee: as ``clipped_sum``; the result does not depend on the micro-batch size beyond rounding.
     """
@@ -144,9 +171,9 @@ def clipped_sum_of_batch(
 def unclipped_sum_of_batch(
     model: nn.Module, loss_fn: LossFunction, batch: Batch, *, performance: Performance
 ) -> dict[str, Tensor]:
-    """The units' gradients added up by the same engine without a bound on any of them: no guarantee whatever.
+    """Add up the units' gradients by the same engine without any bound: no privacy guarantee.
 
-    It shows what clipping costs, and nothing that protects anybody may be built on it.
+    For non-private baselines; it also shows what clipping costs.
     """
     totals = Accumulator()
     each = _each_microbatch(model, loss_fn, batch, performance)
@@ -160,7 +187,7 @@ def unclipped_sum_of_batch(
 def _each_microbatch(
     model: nn.Module, loss_fn: LossFunction, batch: Batch, performance: Performance
 ) -> Generator[tuple[Microbatch, UnitGradients], None, None]:
-    """The per-unit gradients of one micro-batch after the other."""
+    """Yield each micro-batch with its per-unit gradients."""
     first = next(batch.microbatches(1), None)
     if first is None:
         return
@@ -177,12 +204,12 @@ def _each_microbatch(
 
 
 def _is_large(model: nn.Module) -> bool:
-    """Whether sums of all parameters take enough memory to look after it."""
+    """Return whether the sums of all parameters take much memory."""
     return sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
 
 
 def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performance: Performance) -> int:
-    """As asked for, or as many units as fit the memory that a micro-batch may take."""
+    """Return the units of a micro-batch: as asked for, or as many as fit the memory that one may take."""
     if performance.microbatch_size is not None:
         return performance.microbatch_size
     memory, unit = performance.memory_mib * 2**20, max(1, plan.bytes_per_unit)
@@ -195,20 +222,20 @@ def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performan
         fitting = max(fitting, _EVEN)
     # Whole multiples of eight, or of two, layer_gradient evenly among threads.
     # What a model works with between its layers is not counted, and may be much for pictures (a scattering transform).
-    most = _MOST_FEATURE_ROWS if like.inputs.dim() == 2 or _only_linear(network) else _MOST_PICTURES
+    most = _MOST_FEATURE_ROWS if like.inputs.dim() == 2 or _only_linear(network) else _MOST_IMAGES
     even = _EVEN if fitting >= _EVEN else 2 if fitting >= 2 else 1
     return max(1, min(most, fitting // even * even))
 
 
 def _only_linear(network: nn.Module) -> bool:
-    """Whether nothing large can lie between the layers, because there are hardly any."""
+    """Return whether nothing large can lie between the layers, because there are hardly any."""
     leaves = [module for module in network.modules() if not list(module.children())]
     return all(isinstance(leaf, (nn.Linear, SkinnyLinear, nn.Flatten, nn.Identity)) for leaf in leaves)
 
 
 @contextmanager
 def _unmoved(model: nn.Module) -> Iterator[None]:
-    """Leave no trace in the model, and refuse to return a sum if the pass wrote into a buffer or a parameter."""
+    """Restore the model's attributes, and raise if the block wrote into a buffer or a parameter."""
     before = {name: (id(tensor), tensor._version) for name, tensor in model_state(model)}
     with attributes_restored(model):
         yield
@@ -219,7 +246,13 @@ def _unmoved(model: nn.Module) -> Iterator[None]:
 @final
 @dataclass(frozen=True)
 class Rows:
-    """Rows in memory, given by hand: a draw whose sampling nobody vouches for."""
+    """Rows in memory as a batch. They were not drawn by a sampler, so no step can be charged for them.
+
+    Attributes:
+        inputs: rows, unit by unit.
+        targets: as many targets.
+        rows_per_unit: rows of one unit.
+    """
 
     inputs: Tensor
     targets: Tensor
@@ -241,11 +274,11 @@ class Rows:
 
     @property
     def sampling(self) -> Sampling:
-        """By hand: no epsilon follows from it."""
+        """Not Poisson: no epsilon follows from it."""
         return Sampling("by hand", 1.0)
 
     def microbatches(self, units: int) -> Iterator[Microbatch]:
-        """Slices of ``units`` units; the last one may be smaller."""
+        """Yield slices of ``units`` units; the last one may be smaller."""
         size = units * self.rows_per_unit
         for first in range(0, self.inputs.shape[0], size):
             inputs, targets = self.inputs[first : first + size], self.targets[first : first + size]

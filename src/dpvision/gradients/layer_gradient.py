@@ -1,4 +1,8 @@
-"""What one call of one layer adds to one parameter's per-unit gradients.
+"""The per-unit gradient of one parameter, in whatever form is cheapest for its layer.
+
+A ``LayerGradient`` answers two questions without necessarily forming one gradient per unit: each unit's squared norm,
+and the sum of all units' gradients times given factors. Rules (``rules/``) make them, ``privacy.clipping`` takes the
+norms, ``clipped_sum`` adds up the sums.
 
 Shapes: U units, D entries of a parameter, T positions, I inputs, O outputs.
 """
@@ -14,53 +18,59 @@ from torch import Tensor
 
 from dpvision.kernels.unit_sums import add_weighted, unit_squares
 
-_RUN: Final = 512
+_RUN: Final = 512  # numbers whose squares are added up in their own precision
+
+# A linear map that depends on weights alone, so that it can wait until all units are added up.
 Finish = Callable[[Tensor], Tensor]
-"""A linear map that depends on weights alone, so that it can wait until all units are added up."""
 
 
 class LayerGradient(ABC):
-    """A parameter's gradient for every unit, held in whatever form is cheapest."""
+    """A parameter's gradient for every unit. Sensitive."""
 
     @abstractmethod
     def norms_sq(self) -> Tensor:
-        """Squared L2 norm of each unit's gradient, in float64.
+        """Return the squared L2 norm of each unit's gradient, shape (U,), in float64.
 
         Guarantee: not below the true value by more than a relative 4e-6; not finite if the gradient is not.
         """
 
     @abstractmethod
     def weighted_sum(self, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
-        """The sum of ``factor_U[u]`` times unit u's gradient; units marked in ``nonfinite_U`` are left out, NaN or not.
+        """Return the sum over units of ``factor_U[u]`` times unit u's gradient.
 
-        ``finish`` turns it, or a sum of such sums over micro-batches, into the parameter's gradient.
+        Args:
+            factor_U: one factor per unit.
+            nonfinite_U: True for units that are left out even if their gradient is NaN; None if there are none.
+
+        Returns:
+            A sum that ``finish`` turns into the parameter's gradient, also after adding over micro-batches.
         """
 
     def add_weighted_sum(self, total: Tensor | None, factor_U: Tensor, nonfinite_U: Tensor | None) -> Tensor:
-        """``weighted_sum`` added to a running sum in float64, which ``total`` was until now; none yet is zero."""
+        """Add ``weighted_sum`` to the float64 sum ``total`` (None is zero) and return it; ``total`` is used up."""
         return _added_to(total, self.weighted_sum(factor_U, nonfinite_U))
 
     @property
     def finish(self) -> Finish:
-        """From weighted sums, in whatever order is cheapest, to the parameter's own gradient; holds no activations.
+        """The map from weighted sums to the parameter's own gradient.
 
-        It uses a sum up: the gradient may lie in the same memory.
+        It holds no activations and uses a sum up: the gradient may lie in the same memory.
         """
-        return _as_it_is
+        return _unchanged
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the gradients themselves take, beyond what the layer's input and output gradient take."""
+        """Memory of the per-unit gradients, beyond that of the layer's input and output gradient."""
         return 0
 
     @abstractmethod
     def per_unit(self) -> Tensor:
-        """The gradients themselves, units first."""
+        """Return the gradients themselves, units first."""
 
 
 @final
 class MaterialisedGradient(LayerGradient):
-    """Per-unit gradients that exist in memory."""
+    """Per-unit gradients that exist in memory, units first."""
 
     def __init__(self, gradient: Tensor) -> None:
         self._gradient = gradient
@@ -90,7 +100,7 @@ class MaterialisedGradient(LayerGradient):
         return self._gradient
 
 
-def _as_it_is(total: Tensor) -> Tensor:
+def _unchanged(total: Tensor) -> Tensor:
     return total
 
 
@@ -102,7 +112,7 @@ def _added_to(total: Tensor | None, part: Tensor) -> Tensor:
 
 
 def sum_of_calls(layer_gradients: list[LayerGradient]) -> LayerGradient:
-    """One parameter's gradient over all calls that used it: added before any norm is taken."""
+    """Return one parameter's gradient over all calls that used it, added before any norm is taken."""
     if len(layer_gradients) == 1:
         return layer_gradients[0]
     total = layer_gradients[0].per_unit()
@@ -112,7 +122,7 @@ def sum_of_calls(layer_gradients: list[LayerGradient]) -> LayerGradient:
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Sum of squares of each entry of the first dimension, in float64, correct to a relative 3e-6.
+    """Return the sum of squares of each entry of the first dimension, in float64, correct to a relative 3e-6.
 
     Without a kernel, short runs are added up in the tensor's own precision, the runs in float64: as exact as all in
     float64 for this purpose, and thirty times as fast. Squares that underflow are covered by adding the smallest number
@@ -131,12 +141,12 @@ def sum_of_squares(x: Tensor) -> Tensor:
 
 
 def underflow(x_UD: Tensor) -> float:
-    """What the squares of a row may have lost by falling below the smallest normal number."""
+    """Return what the squares of a row may have lost by falling below the smallest normal number."""
     return x_UD.shape[1] * torch.finfo(x_UD.dtype).tiny
 
 
 def gram_norms_sq(a_UTI: Tensor, g_UTO: Tensor) -> Tensor:
-    """Squared norms of ``Σ_t a_t g_tᵀ`` without forming the product: ``Σ_tt' (a_t·a_t')(g_t·g_t')``.
+    """Return squared norms of ``Σ_t a_t g_tᵀ`` without forming the product: ``Σ_tt' (a_t·a_t')(g_t·g_t')``.
 
     The sum can cancel, so what rounding may have hidden is added: its terms err at random by about a unit in the last
     place of ‖a_t‖‖a_t'‖‖g_t‖‖g_t'‖, which adds up to that much of ``Σ_t ‖a_t‖²‖g_t‖²``. Sixteen is far beyond chance.
@@ -151,14 +161,14 @@ def gram_norms_sq(a_UTI: Tensor, g_UTO: Tensor) -> Tensor:
 
 
 def gram_underflow(a_UTT: Tensor, g_UTT: Tensor, *, inputs: int, outputs: int) -> Tensor:
-    """At most what inner products in two Gram matrices lose where their terms fall below the smallest number."""
+    """Bound what inner products in two Gram matrices lose where their terms fall below the smallest number."""
     tiny = torch.finfo(a_UTT.dtype).tiny * a_UTT.shape[1]
     a_U, g_U = (gram.diagonal(dim1=1, dim2=2).sum(1, dtype=torch.float64) for gram in (a_UTT, g_UTT))
     return tiny * (inputs * g_U + outputs * a_U)
 
 
 def ghost_pays(*, positions: int, entries: int) -> bool:
-    """Whether norms from Gram matrices cost less than forming each unit's gradient of ``entries`` numbers.
+    """Return whether norms from Gram matrices cost less than forming each unit's gradient of ``entries`` numbers.
 
     Measured on a CPU with AVX2: forming wins up to about sixty entries for each pair of positions.
     """
@@ -178,14 +188,14 @@ def sum_over_space(x: Tensor) -> Tensor:
 
 
 def without_nonfinite(x: Tensor, nonfinite_U: Tensor | None) -> Tensor:
-    """``x`` (rows first) with every row of a dead unit set to exactly zero, whatever it held."""
+    """Return ``x`` (rows first) with the rows of units in ``nonfinite_U`` set to exactly zero."""
     if nonfinite_U is None:
         return x
-    dead_N = nonfinite_U.repeat_interleave(x.shape[0] // nonfinite_U.shape[0])
-    return x.masked_fill(dead_N.view(-1, *[1] * (x.dim() - 1)), 0.0)
+    nonfinite_N = nonfinite_U.repeat_interleave(x.shape[0] // nonfinite_U.shape[0])
+    return x.masked_fill(nonfinite_N.view(-1, *[1] * (x.dim() - 1)), 0.0)
 
 
 def scale_by_unit(x: Tensor, factor_U: Tensor) -> Tensor:
-    """``x`` (rows first) with every row multiplied by its unit's factor."""
+    """Return ``x`` (rows first) with every row multiplied by its unit's factor."""
     factor_N = factor_U.to(x.dtype).repeat_interleave(x.shape[0] // factor_U.shape[0])
     return x * factor_N.view(-1, *[1] * (x.dim() - 1))

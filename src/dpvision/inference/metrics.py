@@ -20,7 +20,7 @@ from torch.nn import functional
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.store import ImageStore
 from dpvision.errors import ArgumentError, DataError, Problems
-from dpvision.gradients.inference_forward import fused_forward
+from dpvision.gradients.ordinary import fused_forward
 
 _AT_ONCE: Final = 64
 """Rows that go through the model together: few enough for their activations to stay in the cache."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dpvision import kernels
 from dpvision.config import RunConfig, ViewsConfig, required
 from dpvision.data import Features, ImageStore, Normalisation, cache_folder, extract, kept_features
-from dpvision.gradients.inference_forward import fused_forward
+from dpvision.gradients.ordinary import fused_forward
 from dpvision.models import split
 from dpvision.training.initial_weights import trained_names
 from dpvision.training.prepare import RunSplits

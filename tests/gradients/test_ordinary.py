@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dpvision import kernels
-from dpvision.gradients import inference_forward
-from dpvision.gradients.inference_forward import fused_forward
+from dpvision.gradients import ordinary
+from dpvision.gradients.ordinary import fused_forward
 from dpvision.models import create
 
 needs_native = pytest.mark.skipif(not kernels.available(), reason="no native kernels here")
@@ -47,7 +47,7 @@ def test_layers_that_compute_something_else_are_not_used(monkeypatch: pytest.Mon
             next(other.parameters()).add_(0.1)
         return other
 
-    monkeypatch.setattr(inference_forward, "fast_twin", wrong)
+    monkeypatch.setattr(ordinary, "fast_twin", wrong)
     model = network()
     with fused_forward(model, rows_of(2)) as quick:
         assert quick is model
