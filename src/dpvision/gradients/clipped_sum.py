@@ -220,8 +220,7 @@ def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performan
     # Every micro-batch reads all weights and sums again: where they are large beside it, it may be twice as large.
     if _EVEN * unit <= min(2 * memory, 3 * sums):
         fitting = max(fitting, _EVEN)
-    # Whole multiples of eight, or of two, layer_gradient evenly among threads.
-    # What a model works with between its layers is not counted, and may be much for pictures (a scattering transform).
+    # What a model works with between its layers is not counted, and may be much for images (a scattering transform).
     most = _MOST_FEATURE_ROWS if like.inputs.dim() == 2 or _only_linear(network) else _MOST_IMAGES
     even = _EVEN if fitting >= _EVEN else 2 if fitting >= 2 else 1
     return max(1, min(most, fitting // even * even))

@@ -28,7 +28,7 @@ GAMMA: Final = 0.01
 """What automatic clipping adds to every norm before it divides by it: a public constant (Bu et al. 2022)."""
 
 Factors = dict[nn.Parameter, Tensor]
-"""Of every parameter, each unit's factor. Parameters that are clipped together layer_gradient one tensor."""
+"""Of every parameter, each unit's factor. Parameters that are clipped together share one tensor."""
 
 
 @final
