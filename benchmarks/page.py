@@ -31,19 +31,19 @@ from dpvision.errors import ArgumentError
 from dpvision.storage.files import disk_errors, write_atomically
 
 _READING: Final = """\
-Every contender takes whole training steps on the same rows: the private ones clipped sum, noise and optimizer, the
-ordinary ones forward, backward and SGD with momentum. All run interleaved, in a new order every round; steps that take
-less than a tenth of a second are taken several at a time. Figures are medians over the rounds. *× eager* is the time as
-a multiple of ordinary eager PyTorch, *× fastest ordinary* as a multiple of the fastest ordinary variant that took part.
-Memory is the peak of two steps beyond model, data and program code, in a process of its own. The first step counts, so
-a compiled variant carries its compiler. Opacus draws its noise from torch's ordinary generator; our noise has full
-tails and costs more. Where Opacus knows no views, they are averaged from its per-row gradients. jax-privacy takes part
-where its environment is named (`--jax-python`): the model's operations, as PyTorch's exporter lists them, run in JAX in
-a process of its own, in PyTorch's layout of pictures, after its outputs were found equal. It compiles in the step that
-is not timed. A dash: it has no such model, or did not take part.
+Every contender takes whole training steps on the same rows. A private step is clipped sum, noise and optimizer; an
+ordinary step is forward, backward and SGD with momentum. All contenders run interleaved, in a new order every round.
+Steps that take less than a tenth of a second are taken several at a time. Values are medians over the rounds.
+*× eager* is the time as a multiple of ordinary eager PyTorch, *× fastest ordinary* as a multiple of the fastest
+ordinary variant that took part. Memory is the peak of two steps beyond model, data and program code, in a separate
+process. The first step counts, so a compiled variant includes its compiler. Opacus draws its noise from torch's
+ordinary generator; our noise has full tails and costs more. Where Opacus does not support augmented views, they are
+averaged from its per-row gradients. jax-privacy takes part where its environment is named (`--jax-python`): the model's
+operations, as PyTorch's exporter lists them, run in JAX in a separate process, in PyTorch's image layout, after its
+outputs were found equal. It compiles in a step that is not timed. A dash: it has no such model, or did not take part.
 
 Shares of the peak count the operations of an ordinary step's convolutions and matrix products. Winograd's method needs
-fewer, so that a private step may pass 100 %.
+fewer, so a private step may exceed 100 %.
 """
 
 _MOST_CHARTED: Final = 16

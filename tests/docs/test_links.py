@@ -1,4 +1,4 @@
-"""Every page of the documentation can be reachedand its links lead somewhere."""
+"""Every page of the documentation can be reached, its links lead somewhere and its lines are short."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
+LONGEST_LINE = 160
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 
 
@@ -40,3 +41,9 @@ def test_every_page_is_linked_from_the_index() -> None:
     linked = {target for target, _ in links(index)}
     pages = {page for page in PAGES if page.is_relative_to(ROOT / "docs") and page.parent.name != "decisions"}
     assert pages - {index} <= linked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_outside_tables_are_short(page: Path) -> None:
+    long = [line for line in page.read_text().splitlines() if len(line) > LONGEST_LINE and not line.startswith("|")]
+    assert not long

@@ -1,0 +1,34 @@
+"""What the pages say about the code is true: imports work, and the files that they name exist.
+
+The tests of single modules run the examples of the pages that describe them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "dpvision"
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PYTHON = [page for page in PAGES if "```python" in page.read_text()]
+_IMPORT = re.compile(r"^(?:from dpvision[\w.]* import \w[\w, ]*|import dpvision[\w.]*)", re.MULTILINE)
+_PACKAGES = "|".join(sorted(path.name for path in SOURCE.iterdir() if path.is_dir()))
+
+
+@pytest.mark.parametrize("page", PYTHON, ids=lambda page: page.stem)
+def test_every_import_of_an_example_works(page: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    for line in _IMPORT.findall("\n".join(blocks)):
+        exec(line, {})  # noqa: S102 - our own page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_source_and_test_file_that_a_page_names_exists(page: Path) -> None:
+    text = page.read_text()
+    sources = set(re.findall(rf"`(?:src/dpvision/)?((?:{_PACKAGES})/[\w/]+\.(?:py|cpp|h))`", text))
+    assert not {name for name in sources if not (SOURCE / name).exists()}
+    tests = set(re.findall(r"`(tests/[\w/]+\.py)`", text))
+    assert not {name for name in tests if not (ROOT / name).exists()}
