@@ -1,7 +1,12 @@
-"""jax-privacy's step, in an environment of its own: ``jax_worker.py`` runs there, driven through a pipe."""
+"""jax-privacy's step, in an environment of its own: ``jax_worker.py`` runs there, driven through a pipe.
+
+The worker has its own versions of a few networks. It gets weights and rows as files and must reproduce PyTorch's
+outputs before it is timed. For any other model its row stays empty.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -10,18 +15,20 @@ import tempfile
 import time
 import weakref
 from pathlib import Path
-from typing import IO, Final, NoReturn, final
+from typing import IO, Any, Final, NoReturn, final
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from benchmarks.contender import Contender, NoSuchModelError
-from benchmarks.jax_program import write_program
+from benchmarks.contender import CLIP_NORM, LEARNING_RATE, MOMENTUM, NOISE_MULTIPLIER, Contender, NoSuchModelError
 from benchmarks.workload import Workload
 from dpvision.errors import ArgumentError, DPVisionError, brief
 
 JAX: Final = "jax-privacy"
 WORKER: Final = Path(__file__).with_name("jax_worker.py")
 _LARGEST_DIFFERENCE: Final = 1e-3
+_SHAKEN: Final = 0.02
 _LONGEST_ANSWER: Final = 1000
 _SECONDS: Final = 3600
 _SECONDS_TO_IMPORT: Final = 300
@@ -144,9 +151,36 @@ def _confine(process: int, threads: int) -> None:
         os.sched_setaffinity(process, sorted(os.sched_getaffinity(0))[:threads])
 
 
+def write_setting(workload: Workload, folder: Path) -> None:
+    """Write the workload's settings, weights, rows by unit, and the outputs that PyTorch has for them.
+
+    Every weight is moved a little: with biases at zero and gains at one, outputs agree even if those are forgotten.
+    """
+    model, (rows, targets) = workload.make_model(), workload.make_rows()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=_SHAKEN)
+        by_row = {"rows": rows, "targets": targets, "expected": model(rows)}
+    by_unit = {name: value.unflatten(0, (workload.batch, workload.views)) for name, value in by_row.items()}
+    arrays: dict[str, Tensor] = {**dict(model.named_parameters()), **by_unit}
+    contents: dict[str, Any] = {name: value.detach().numpy() for name, value in arrays.items()}
+    np.savez(folder / "arrays.npz", **contents)
+    setting = {
+        "model": workload.model,
+        "batch": workload.batch,
+        "microbatch_size": workload.microbatch_size,
+        "clip_norm": CLIP_NORM,
+        "noise_multiplier": NOISE_MULTIPLIER,
+        "learning_rate": LEARNING_RATE,
+        "momentum": MOMENTUM,
+    }
+    (folder / "setting.json").write_text(json.dumps(setting))
+
+
 def _started(python: Path, workload: Workload) -> Worker:
     with tempfile.TemporaryDirectory() as folder:
-        write_program(workload, Path(folder))
+        write_setting(workload, Path(folder))
         return Worker(python, Path(folder))
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from dpvision.config import (
+    AveragingSettings,
     DataConfig,
     ModelConfig,
     OptimizerSettings,
@@ -112,16 +113,14 @@ def feature_recipes() -> Iterator[Recipe]:
     for words, ours in _OWN.items():
         name = words.split()[0]
         for dataset, epsilon, (batch, steps), rate, options, decay, earlier, found in ours:
-            averaging = {} if decay is None else {"averaging": ema(decay)}
-            mirrored = {"views": ViewsConfig(count=2, flip=0.5)} if name == "scatter-cnn" else {}
             config = dataset.config(
                 f"{dataset.name}-{name}-eps{epsilon:g}",
                 "scatter_cnn" if name == "scatter-cnn" else "scatter_linear",
                 **_scattering(dataset, options),
                 privacy=dataset.budget(epsilon, batch=batch, steps=steps, clip_norm=0.1),
                 optimizer=sgd(rate, 0.9),
-                **averaging,
-                **mirrored,
+                averaging=AveragingSettings() if decay is None else ema(decay),
+                views=ViewsConfig(count=2, flip=0.5) if name == "scatter-cnn" else ViewsConfig(),
             )
             figure = f"none; a study before this project saw {earlier}"
             yield _scatter_recipe(config, figure=figure, differs=(_OUR_SETTING,), ours=found)

@@ -86,7 +86,7 @@ def make_split(*, data_dir: Path | None = None) -> Path:
     return write_npz(path, arrays, compressed=True)
 
 
-def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, compressed: bool = False) -> Path:
+def write_npz(path: Path, arrays: Mapping[str, Any], *, compressed: bool = False) -> Path:
     """Write arrays to an .npz file in one piece, and return its path."""
     content = io.BytesIO()
     (np.savez_compressed if compressed else np.savez)(content, **arrays)
