@@ -32,3 +32,14 @@ def test_every_source_and_test_file_that_a_page_names_exists(page: Path) -> None
     assert not {name for name in sources if not (SOURCE / name).exists()}
     tests = set(re.findall(r"`(tests/[\w/]+\.py)`", text))
     assert not {name for name in tests if not (ROOT / name).exists()}
+
+
+def test_the_tree_of_the_architecture_page_lists_every_module() -> None:
+    page = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
+    tree = page[page.index("## The tree") : page.index("## Layers")]
+    listed = set()
+    for section in tree.split("\n### ")[1:]:
+        folder = "" if section.startswith("Top") else section[1 : section.index("/`") + 1]
+        listed |= {folder + name for name in re.findall(r"^\| `(\w+\.py)` \|", section, re.MULTILINE)}
+    modules = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if not path.name.startswith("__")}
+    assert listed == modules
