@@ -38,9 +38,9 @@ Steps that take less than a tenth of a second are taken several at a time. Value
 ordinary variant that took part. Memory is the peak of two steps beyond model, data and program code, in a separate
 process. The first step counts, so a compiled variant includes its compiler. Opacus draws its noise from torch's
 ordinary generator; our noise has full tails and costs more. Where Opacus does not support augmented views, they are
-averaged from its per-row gradients. jax-privacy takes part where its environment is named (`--jax-python`): the model's
-operations, as PyTorch's exporter lists them, run in JAX in a separate process, in PyTorch's image layout, after its
-outputs were found equal. It compiles in a step that is not timed. A dash: it has no such model, or did not take part.
+averaged from its per-row gradients. jax-privacy takes part where its environment is named (`--jax-python`):
+a few networks, written in JAX, run in a separate process after their outputs were found equal to PyTorch's.
+It compiles in a step that is not timed. A dash: it has no such model, or did not take part.
 
 Shares of the peak count the operations of an ordinary step's convolutions and matrix products. Winograd's method needs
 fewer, so a private step may exceed 100 %.
