@@ -47,7 +47,7 @@ def test_layers_that_compute_something_else_are_not_used(monkeypatch: pytest.Mon
             next(other.parameters()).add_(0.1)
         return other
 
-    monkeypatch.setattr(ordinary, "fast_twin", wrong)
+    monkeypatch.setattr(ordinary, "fused_copy", wrong)
     model = network()
     with fused_forward(model, rows_of(2)) as quick:
         assert quick is model

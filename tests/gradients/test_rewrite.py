@@ -1,4 +1,4 @@
-"""The fast twin of a model: the same gradients, or no twin at all."""
+"""The fused copy of a model: the same gradients, or no fused copy at all."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from dpvision.config import Performance
 from dpvision.errors import ArgumentError
 from dpvision.gradients import ordinary, reference
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch, unclipped_sum_of_batch
-from dpvision.gradients.fast import fast_twin, weight_cache
-from dpvision.gradients.fast.fused_conv import HeldWSConv2d, Winograd, WinogradConv2d, WinogradWSConv2d
+from dpvision.gradients.fast import fused_copy, weight_cache
+from dpvision.gradients.fast.fused_conv import CachedWSConv2d, WinogradConv, WinogradConv2d, WinogradWSConv2d
+from dpvision.gradients.fast.fused_layer import CacheLimits
 from dpvision.gradients.fast.fused_norm import FusedNorm
 from dpvision.gradients.ordinary import ordinary_gradient
 from dpvision.gradients.plan import plan_for
@@ -126,18 +127,18 @@ def sums(model: nn.Module, units: Rows, performance: Performance, clip_norm: flo
     return clipped_sum_of_batch(model, wavy_loss, units, clip_norm=clip_norm, performance=performance).gradients
 
 
-def twin_of(model: nn.Module, units: Rows, performance: Performance = NATIVE) -> nn.Module | None:
+def fused_copy_of(model: nn.Module, units: Rows, performance: Performance = NATIVE) -> nn.Module | None:
     return plan_for(model, wavy_loss, next(units.microbatches(1)), performance).fused_copy
 
 
 @needs_kernels
 @pytest.mark.parametrize("size", [4, 9])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_twin_gives_the_clipped_sum_of_single_units(name: str, size: int) -> None:
+def test_the_fused_copy_gives_the_clipped_sum_of_single_units(name: str, size: int) -> None:
     model, (x, y) = seeded(NETWORKS[name]), rows(6, size)
     for rows_per_unit in (1, 3):
         units = Rows(x, y, rows_per_unit)
-        assert twin_of(model, units) is not None
+        assert fused_copy_of(model, units) is not None
         for clip_norm in (0.5, 1e6):
             found = sums(model, units, NATIVE.model_copy(update={"microbatch_size": 4}), clip_norm)
             true = reference.clipped_sum_by_loop(
@@ -152,24 +153,24 @@ def test_pools_and_kinks_are_fused_too() -> None:
     x, y = rows(6, 10)
     # Flips at a kink are of the order of single activations; these rows have none.
     assert relative_error(sums(model, Rows(x, y, 1), NATIVE), sums(model, Rows(x, y, 1), PLAIN)) <= TOLERANCE
-    layers = [layer for layer in _twin_layers(model) if isinstance(layer, FusedNorm)]
+    layers = [layer for layer in _fused_layers(model) if isinstance(layer, FusedNorm)]
     assert [layer.chain.pool for layer in layers] == [True, False, False]
 
 
-def _twin_layers(model: nn.Module) -> list[nn.Module]:
-    twin = fast_twin(model)
-    assert twin is not None
-    return list(twin.modules())
+def _fused_layers(model: nn.Module) -> list[nn.Module]:
+    copied = fused_copy(model)
+    assert copied is not None
+    return list(copied.modules())
 
 
 @needs_kernels
 def test_what_is_expected_to_be_fused_is_fused() -> None:
-    layers = _twin_layers(seeded(NETWORKS["torchvision style"]))
+    layers = _fused_layers(seeded(NETWORKS["torchvision style"]))
     chains = [(layer.chain.activation, layer.chain.norm_first) for layer in layers if isinstance(layer, FusedNorm)]
     assert chains == [("tanh", True), ("silu", True), ("none", True)]
     assert sum(isinstance(layer, WinogradConv2d) for layer in layers) == 3
     assert not any(isinstance(layer, nn.GroupNorm | nn.SiLU) for layer in layers)
-    standardised = _twin_layers(seeded(NETWORKS["standardised"]))
+    standardised = _fused_layers(seeded(NETWORKS["standardised"]))
     assert sum(isinstance(layer, WinogradWSConv2d) for layer in standardised) == 2
 
 
@@ -192,10 +193,10 @@ class UsedTwice(nn.Module):
 @pytest.mark.parametrize("where", ["before", "after", "itself"])
 def test_a_value_that_is_used_twice_is_not_fused_away(where: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), UsedTwice(where))
-    twin = fast_twin(model)
-    assert twin is not None
+    copied = fused_copy(model)
+    assert copied is not None
     x, _ = rows(3, 5)
-    torch.testing.assert_close(twin(x), model(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(copied(x), model(x), atol=1e-5, rtol=1e-5)
 
 
 @needs_kernels
@@ -214,7 +215,7 @@ def test_a_standardised_filter_with_hardly_any_gain_keeps_its_exact_norm(gain: f
 
 
 @needs_kernels
-def test_one_unit_moves_the_twins_sum_by_at_most_clip_norm() -> None:
+def test_one_unit_moves_the_fused_copys_sum_by_at_most_clip_norm() -> None:
     for name in ("torchvision style", "standardised", "strided and wide"):
         model, (x, y) = seeded(NETWORKS[name]), rows(6, 8)
         whole = sums(model, Rows(x, y, 1), NATIVE, clip_norm=0.1)
@@ -229,12 +230,12 @@ def test_one_unit_moves_the_twins_sum_by_at_most_clip_norm() -> None:
 @needs_kernels
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["torchvision style", "standardised", "strided and wide"])
-def test_a_unit_that_is_not_finite_contributes_exactly_zero_to_the_twins_sum(name: str, bad: float) -> None:
+def test_a_unit_that_is_not_finite_contributes_exactly_zero_to_the_fused_copys_sum(name: str, bad: float) -> None:
     model, (x, y) = seeded(NETWORKS[name]), rows(4, 8)
     broken = x.clone()
     broken[2, 0, 3, 3] = bad
     rest = [0, 1, 3]
-    twin_of(model, Rows(x, y, 1))
+    fused_copy_of(model, Rows(x, y, 1))
     found, true = sums(model, Rows(broken, y, 1), NATIVE), sums(model, Rows(x[rest], y[rest], 1), NATIVE)
     assert all(bool(g.isfinite().all()) for g in found.values())
     assert relative_error(found, true) <= 1e-6
@@ -262,7 +263,7 @@ def test_no_kernel_and_no_micro_batch_size_changes_the_result_beyond_rounding() 
 
 @needs_kernels
 @pytest.mark.parametrize("microbatch_size", [None, 2])
-def test_without_clipping_the_twins_sum_is_the_ordinary_gradient(microbatch_size: int | None) -> None:
+def test_without_clipping_the_fused_copys_sum_is_the_ordinary_gradient(microbatch_size: int | None) -> None:
     performance = Performance(kernels="native", microbatch_size=microbatch_size)
     for name in ("standardised", "torchvision style"):
         model, (x, y) = seeded(NETWORKS[name]), rows(5, 8)
@@ -312,16 +313,16 @@ def test_weights_changed_behind_autograds_back_are_seen_by_the_next_step() -> No
 @needs_kernels
 def test_filters_kept_by_a_step_that_broke_off_are_not_used_by_the_next() -> None:
     model, (x, y) = seeded(NETWORKS["torchvision style"]), rows(4, 8)
-    twin = twin_of(model, Rows(x, y, 1))
-    assert twin is not None
-    layers = [layer for layer in twin.modules() if isinstance(layer, Winograd)]
+    copied = fused_copy_of(model, Rows(x, y, 1))
+    assert copied is not None
+    layers = [layer for layer in copied.modules() if isinstance(layer, WinogradConv)]
     for layer in layers:
-        layer.hold()
+        layer.open_cache()
         layer.filters(backward=False)
     for parameter in model.parameters():
         parameter.data.mul_(1.5)
     assert relative_error(sums(model, Rows(x, y, 1), NATIVE), sums(model, Rows(x, y, 1), PLAIN)) <= TOLERANCE
-    assert not any(layer._held for layer in layers)
+    assert not any(layer.is_caching for layer in layers)
 
 
 class Branching(nn.Module):
@@ -350,18 +351,18 @@ def _count(module: nn.Module, _: Tensor) -> bool:
     ],
     ids=["values", "batch size", "Python's generator", "torch's generator", "a counter"],
 )
-def test_a_model_that_decides_in_python_has_no_twin(decide: Callable[[nn.Module, Tensor], bool]) -> None:
-    assert fast_twin(nn.Sequential(nn.Conv2d(3, 3, 1), Branching(decide))) is None
+def test_a_model_that_decides_in_python_has_no_fused_copy(decide: Callable[[nn.Module, Tensor], bool]) -> None:
+    assert fused_copy(nn.Sequential(nn.Conv2d(3, 3, 1), Branching(decide))) is None
 
 
-def test_a_model_with_hooks_or_parameters_at_its_root_has_no_twin() -> None:
+def test_a_model_with_hooks_or_parameters_at_its_root_has_no_fused_copy() -> None:
     hooked = nn.Sequential(nn.GroupNorm(1, 3), nn.ReLU())
-    assert fast_twin(hooked, compiled=True) is not None
+    assert fused_copy(hooked, compiled=True) is not None
     hooked[1].register_forward_hook(lambda *_: None)
-    assert fast_twin(hooked, compiled=True) is None
+    assert fused_copy(hooked, compiled=True) is None
     rooted = nn.Sequential(nn.GroupNorm(1, 3))
     rooted.register_parameter("scale", nn.Parameter(torch.ones(())))
-    assert fast_twin(rooted, compiled=True) is None
+    assert fused_copy(rooted, compiled=True) is None
 
 
 @needs_kernels
@@ -369,7 +370,7 @@ def test_a_setting_changed_later_is_seen() -> None:
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), Branching(lambda m, _: m.depth == 1), *_head())
     model[2].first, model[2].second = nn.GroupNorm(1, 16), nn.GroupNorm(16, 16)
     x, y = rows(4, 8)
-    assert twin_of(model, Rows(x, y, 1)) is not None
+    assert fused_copy_of(model, Rows(x, y, 1)) is not None
     sums(model, Rows(x, y, 1), NATIVE)
     model[2].depth = 2
     assert relative_error(sums(model, Rows(x, y, 1), NATIVE), sums(model, Rows(x, y, 1), PLAIN)) <= TOLERANCE
@@ -381,7 +382,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch: pytest.M
     true = sums(model, Rows(x, y, 1), PLAIN)
     right = kernels.winograd.convolve
     monkeypatch.setattr(kernels.winograd, "convolve", lambda *args: 1.5 * right(*args))
-    assert twin_of(model, Rows(x, y, 1)) is None
+    assert fused_copy_of(model, Rows(x, y, 1)) is None
     assert relative_error(sums(model, Rows(x, y, 1), NATIVE), true) <= 1e-6
 
 
@@ -391,17 +392,19 @@ def test_without_kernels_native_is_refused_and_auto_is_plain(monkeypatch: pytest
     model, (x, y) = seeded(NETWORKS["torchvision style"]), rows(2, 8)
     with pytest.raises(ArgumentError, match=r"native kernels are not at hand: switched off by DPVISION_NATIVE=0"):
         sums(model, Rows(x, y, 1), NATIVE)
-    assert twin_of(model, Rows(x, y, 1), Performance()) is None
+    assert fused_copy_of(model, Rows(x, y, 1), Performance()) is None
 
 
 @needs_kernels
 def test_float64_and_strange_layouts_run_as_they_are() -> None:
     model, (x, y) = seeded(NETWORKS["torchvision style"]).double(), rows(4, 8)
-    assert twin_of(model, Rows(x.double(), y, 1)) is None
+    assert fused_copy_of(model, Rows(x.double(), y, 1)) is None
     narrow = seeded(NETWORKS["torchvision style"])
-    assert twin_of(narrow, Rows(x, y, 1), Performance(channels_last=False)) is None
+    assert fused_copy_of(narrow, Rows(x, y, 1), Performance(channels_last=False)) is None
     tiny, (x, y) = seeded(NETWORKS["standardised"]), rows(4, 2)
-    assert twin_of(tiny, Rows(x, y, 1)) is not None  # too small for Winograd: its layers hand over to the originals
+    assert (
+        fused_copy_of(tiny, Rows(x, y, 1)) is not None
+    )  # too small for Winograd: its layers hand over to the originals
     assert relative_error(sums(tiny, Rows(x, y, 1), NATIVE), sums(tiny, Rows(x, y, 1), PLAIN)) <= TOLERANCE
 
 
@@ -410,17 +413,17 @@ def test_float64_and_strange_layouts_run_as_they_are() -> None:
 def test_filters_that_are_not_kept_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y) = seeded(NETWORKS[name]), rows(6, 8)
     kept = sums(model, Rows(x, y, 1), NATIVE)
-    monkeypatch.setattr(weight_cache, "_ROOM", {Winograd: weight_cache.Room(0, 0)})
+    monkeypatch.setattr(WinogradConv, "cache_limits", CacheLimits(0, 0))
     monkeypatch.setattr(kernels.winograd, "transform", None)
     given: list[object] = []
     right = kernels.winograd.convolve
     monkeypatch.setattr(
         kernels.winograd, "convolve", lambda x, filters, b: given.append(filters) or right(x, filters, b)
     )
-    anew = sums(model, Rows(x, y, 1), NATIVE)
+    again = sums(model, Rows(x, y, 1), NATIVE)
     assert given
     assert all(isinstance(filters, kernels.winograd.RawFilters) for filters in given)
-    assert all(torch.equal(kept[name], anew[name]) for name in kept)
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
 @needs_kernels
@@ -437,13 +440,13 @@ def test_filters_are_kept_while_there_is_room(
     all_layers: int, one_layer: int, kept: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = ((16, 16), (16, 16), (16, 32))
-    twin = fast_twin(nn.Sequential(*(nn.Conv2d(*channels, 3, padding=1) for channels in sizes), nn.Flatten()))
-    assert twin is not None
-    layers = [module for module in twin.modules() if isinstance(module, Winograd)]
-    least = layers[0].filter_bytes
-    assert [layer.filter_bytes for layer in layers] == [least, least, 2 * least]
-    monkeypatch.setattr(weight_cache, "_ROOM", {Winograd: weight_cache.Room(all_layers * least, one_layer * least)})
-    with weight_cache.held_through_step(twin):
+    copied = fused_copy(nn.Sequential(*(nn.Conv2d(*channels, 3, padding=1) for channels in sizes), nn.Flatten()))
+    assert copied is not None
+    layers = [module for module in copied.modules() if isinstance(module, WinogradConv)]
+    least = layers[0].cache_bytes
+    assert [layer.cache_bytes for layer in layers] == [least, least, 2 * least]
+    monkeypatch.setattr(WinogradConv, "cache_limits", CacheLimits(all_layers * least, one_layer * least))
+    with weight_cache(copied):
         assert [isinstance(layer.filters(backward=False), kernels.winograd.Filters) for layer in layers] == kept
 
 
@@ -455,27 +458,29 @@ def bottlenecks() -> nn.Sequential:
 
 @needs_kernels
 @pytest.mark.parametrize("per_unit", [1, 2])
-def test_standardised_filters_that_are_made_anew_change_no_bit(per_unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standardised_filters_that_are_made_again_change_no_bit(per_unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (x, y) = seeded(bottlenecks), rows(6, 8)
     kept = sums(model, Rows(x, y, per_unit), NATIVE)
     made: list[None] = []
-    right = HeldWSConv2d.filters
-    monkeypatch.setattr(HeldWSConv2d, "filters", lambda layer: made.append(None) or right(layer))
-    monkeypatch.setattr(weight_cache, "_ROOM", {HeldWSConv2d: weight_cache.Room(0, 0)})
-    assert twin_of(model, Rows(x, y, per_unit)) is not None
-    anew = sums(model, Rows(x, y, per_unit), NATIVE)
+    right = CachedWSConv2d.filters
+    monkeypatch.setattr(CachedWSConv2d, "filters", lambda layer: made.append(None) or right(layer))
+    monkeypatch.setattr(CachedWSConv2d, "cache_limits", CacheLimits(0, 0))
+    assert fused_copy_of(model, Rows(x, y, per_unit)) is not None
+    again = sums(model, Rows(x, y, per_unit), NATIVE)
     assert len(made) == 5  # forward and backward of three layers, but nobody asks for the gradient of pictures
-    assert all(torch.equal(kept[name], anew[name]) for name in kept)
-    assert relative_error(anew, sums(model, Rows(x, y, per_unit), PLAIN)) <= TOLERANCE
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+    assert relative_error(again, sums(model, Rows(x, y, per_unit), PLAIN)) <= TOLERANCE
 
 
 @needs_kernels
-def test_a_gain_that_trains_alone_has_its_gradient_where_filters_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_cache, "_ROOM", {HeldWSConv2d: weight_cache.Room(0, 0)})
+def test_a_gain_that_trains_alone_has_its_gradient_where_filters_are_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CachedWSConv2d, "cache_limits", CacheLimits(0, 0))
     model, (x, y) = seeded(bottlenecks), rows(6, 8)
     for parameter in (model[0].weight, model[0].bias):
         parameter.requires_grad_(False)
-    assert twin_of(model, Rows(x, y, 1)) is not None
+    assert fused_copy_of(model, Rows(x, y, 1)) is not None
     found, true = sums(model, Rows(x, y, 1), NATIVE), sums(model, Rows(x, y, 1), PLAIN)
     assert "0.gain" in found
     assert relative_error(found, true) <= TOLERANCE
@@ -499,5 +504,5 @@ def test_compiled_norms_give_the_same_sums() -> None:
     for name in ("torchvision style", "norm of a sum"):
         model, (x, y) = seeded(NETWORKS[name]), rows(6, 8)
         compiled = Performance(kernels="compiled", microbatch_size=4)
-        assert twin_of(model, Rows(x, y, 1), compiled) is not None
+        assert fused_copy_of(model, Rows(x, y, 1), compiled) is not None
         assert relative_error(sums(model, Rows(x, y, 1), compiled), sums(model, Rows(x, y, 1), PLAIN)) <= TOLERANCE

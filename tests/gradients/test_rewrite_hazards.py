@@ -14,7 +14,7 @@ from dpvision import kernels as native
 from dpvision.config import Performance
 from dpvision.errors import PrivacyError
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
-from dpvision.gradients.fast import fast_twin
+from dpvision.gradients.fast import fused_copy
 from dpvision.gradients.plan import plan_for
 from dpvision.models.layers import WSConv2d
 from dpvision.privacy.values import Microbatch
@@ -191,8 +191,8 @@ class Remembering(nn.Module):
         return self.act(self.aux)
 
 
-def test_a_model_that_writes_new_attributes_has_no_twin() -> None:
-    assert fast_twin(nn.Sequential(Remembering()), compiled=True) is None
+def test_a_model_that_writes_new_attributes_has_no_fused_copy() -> None:
+    assert fused_copy(nn.Sequential(Remembering()), compiled=True) is None
 
 
 class Shared(nn.Module):
@@ -213,8 +213,8 @@ class Shared(nn.Module):
 
 @needs_kernels
 @pytest.mark.parametrize("early", [True, False])
-def test_writing_in_place_into_what_others_read_means_no_twin(early: bool) -> None:
-    assert fast_twin(nn.Sequential(nn.Conv2d(3, 16, 3), Shared(early=early))) is None
+def test_writing_in_place_into_what_others_read_means_no_fused_copy(early: bool) -> None:
+    assert fused_copy(nn.Sequential(nn.Conv2d(3, 16, 3), Shared(early=early))) is None
 
 
 @needs_kernels

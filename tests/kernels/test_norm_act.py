@@ -15,7 +15,7 @@ from dpvision import kernels
 from dpvision.config import Performance
 from dpvision.errors import ArgumentError
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
-from dpvision.gradients.fast import fast_twin
+from dpvision.gradients.fast import fused_copy
 from dpvision.gradients.fast.small_layers import FastMaxPool, FastTanh
 from dpvision.gradients.plan import plan_for
 from dpvision.kernels import norm_act
@@ -340,11 +340,11 @@ def smooth_network() -> nn.Sequential:
     return nn.Sequential(nn.Sequential(*layers), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(72, 4))
 
 
-def test_a_twin_with_such_pools_gives_the_plain_clipped_sum() -> None:
+def test_a_fused_copy_with_such_pools_gives_the_plain_clipped_sum() -> None:
     model, generator = smooth_network(), torch.Generator().manual_seed(0)
-    twin = fast_twin(model)
-    assert twin is not None
-    assert sum(isinstance(layer, FastMaxPool) for layer in twin.modules()) == 2
+    copied = fused_copy(model)
+    assert copied is not None
+    assert sum(isinstance(layer, FastMaxPool) for layer in copied.modules()) == 2
     rows = Rows(torch.randn(6, 3, 9, 7, generator=generator), torch.arange(6) % 4, 1)
     loss = nn.CrossEntropyLoss(reduction="none")
     plain, fast = (
@@ -374,7 +374,7 @@ def test_other_pools_stay_as_they_are() -> None:
     ]
     assert {FastMaxPool.window_of(layer) for layer in others} == {None}
     assert FastMaxPool.window_of(nn.MaxPool2d((3, 3), stride=(1, 1), padding=(1, 1))) == 3
-    assert fast_twin(nn.Sequential(nn.Sequential(others[0]), nn.Flatten())) is None
+    assert fused_copy(nn.Sequential(nn.Sequential(others[0]), nn.Flatten())) is None
 
 
 # ---- tanh

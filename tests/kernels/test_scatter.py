@@ -112,7 +112,7 @@ def test_what_does_not_fit_goes_the_layers_own_way() -> None:
         by_kernel(layer, x.double())
     twice = Scattering((8, 8)).double()
     assert torch.equal(FastScattering(twice)(x.double()), twice(x.double()))
-    with pytest.raises(ArgumentError, match="pictures must be"):
+    with pytest.raises(ArgumentError, match="images must be"):
         FastScattering(layer)(pictures(1, 1, (8, 9)))
 
 

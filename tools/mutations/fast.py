@@ -8,7 +8,7 @@ FAST = (
     *mutations(
         "gradients/test_rewrite",
         "gradients/fast/fused_layer.py",
-        ("filters outlive their weights", "self.release()  # a step that broke off may have left something", "pass"),
+        ("filters outlive their weights", "self._cache = {}  # a step", "self._cache = self._cache or {}  # a step"),
     ),
     *mutations(
         "gradients/test_rewrite",
@@ -68,9 +68,9 @@ FAST = (
     ),
     *mutations(
         "gradients/test_rewrite",
-        "gradients/fast/weight_cache.py",
-        ("filters take more room than there is", "so_far > room.all_layers or ", ""),
-        ("one layer may take all the room", " or one.filter_bytes > room.one_layer", ""),
+        "gradients/fast/fused_layer.py",
+        ("filters take more room than there is", "total > limits.all_layers or ", ""),
+        ("one layer may take all the room", " or one.cache_bytes > limits.one_layer", ""),
     ),
     *mutations(
         "gradients/test_rewrite",
@@ -136,7 +136,7 @@ FAST = (
         "gradients/test_rewrite",
         "gradients/fast/fused_conv.py",
         (
-            "anew means without standardising",
+            "uncached filters are not standardised",
             "self.facts().standardisation.used_OD.view_as(self.layer.weight)",
             "self.layer.weight",
         ),

@@ -1,4 +1,4 @@
-"""Breakages of the native kernels: each is compiled anew, and the tests of its kernel must notice."""
+"""Breakages of the native kernels: each is compiled, and the tests of its kernel must fail."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dpvision.config import Performance
 from dpvision.errors import Problems
-from dpvision.gradients.fast import SkinnyLinear, held_through_step
+from dpvision.gradients.fast import NarrowLinear, weight_cache
 from dpvision.gradients.layer_gradient import Finish, LayerGradient
 from dpvision.gradients.ownership import parameter_owners, trainable_parameters
 from dpvision.gradients.per_unit import LossFunction, UnitGradients, attributes_restored, unit_gradients
@@ -194,7 +194,7 @@ def _each_microbatch(
     plan = plan_for(model, loss_fn, first, performance)
     network = plan.network(model)
     owners = parameter_owners(network, plan.overrides)
-    with held_through_step(network):
+    with weight_cache(network):
         for index, microbatch in enumerate(batch.microbatches(_microbatch_size(plan, network, first, performance))):
             arranged = plan.arranged(microbatch)
             found = unit_gradients(network, loss_fn, arranged, owners, plan.axes_by_module)
@@ -229,7 +229,7 @@ def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performan
 def _only_linear(network: nn.Module) -> bool:
     """Return whether nothing large can lie between the layers, because there are hardly any."""
     leaves = [module for module in network.modules() if not list(module.children())]
-    return all(isinstance(leaf, (nn.Linear, SkinnyLinear, nn.Flatten, nn.Identity)) for leaf in leaves)
+    return all(isinstance(leaf, (nn.Linear, NarrowLinear, nn.Flatten, nn.Identity)) for leaf in leaves)
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from dpvision import kernels
 from dpvision.config import Performance
 from dpvision.errors import ArgumentError, PrivacyError, Problems
 from dpvision.gradients.clipped_sum import unclipped_sum_of_batch
-from dpvision.gradients.fast import fast_twin, held_through_step
-from dpvision.gradients.fast.fused_conv import Winograd
+from dpvision.gradients.fast import fused_copy, weight_cache
+from dpvision.gradients.fast.fused_conv import WinogradConv
 from dpvision.gradients.ownership import trainable_parameters
 from dpvision.gradients.per_unit import LossFunction, row_losses
 from dpvision.gradients.plan import Plan, plan_for, plan_key
@@ -77,7 +77,7 @@ def fast_plan(model: nn.Module, loss_fn: LossFunction, like: Microbatch, perform
         _REFUSED[model] = key
         return None  # units may mix here: autograd takes any model, and says itself what it can't compute
     layers = () if plan.fused_copy is None else plan.fused_copy.modules()
-    return plan if any(isinstance(layer, Winograd) for layer in layers) else None
+    return plan if any(isinstance(layer, WinogradConv) for layer in layers) else None
 
 
 def _by_autograd(model: nn.Module, loss_fn: LossFunction, batch: Batch, performance: Performance) -> dict[str, Tensor]:
@@ -112,14 +112,14 @@ def fused_forward(model: nn.Module, rows: Tensor) -> Iterator[Callable[[Tensor],
     if fused is None:
         yield model
         return
-    with held_through_step(fused):
+    with weight_cache(fused):
         yield lambda inputs: fused(_arranged(inputs))
 
 
 def _fused_copy(model: nn.Module, rows: Tensor) -> nn.Module | None:
     """Return the fused copy, if it gives the model's outputs for ``rows``."""
     on_cpu = rows.device.type == "cpu" and rows.dtype == torch.float32 and len(rows) > 0
-    fused = fast_twin(model) if on_cpu and kernels.available() else None
+    fused = fused_copy(model) if on_cpu and kernels.available() else None
     if fused is None:
         return None
     with torch.no_grad():

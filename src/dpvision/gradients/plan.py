@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from dpvision import kernels as native
 from dpvision.config import Performance
 from dpvision.errors import ArgumentError, DPVisionError, PrivacyError
-from dpvision.gradients.fast import fast_twin, frozen_values
-from dpvision.gradients.fast.weight_cache import held_through_step
+from dpvision.gradients.fast import frozen_values, fused_copy, weight_cache
 from dpvision.gradients.ownership import (
     OwnershipOverrides,
     ParameterOwner,
@@ -210,7 +209,7 @@ def _fused_copy(model: nn.Module, batch: Microbatch, performance: Performance) -
         return None
     if kernels == "auto" and not native.available():
         return None
-    return fast_twin(model, compiled=kernels == "compiled")
+    return fused_copy(model, compiled=kernels == "compiled")
 
 
 def find_plan(
@@ -327,7 +326,7 @@ def _try_plan(model: nn.Module, loss_fn: LossFunction, batch: Microbatch, plan: 
     if misfits:
         return CheckedPlan(plan, misfits, proved=False)
     give_back_freed_memory()  # of other shapes: a large model's would lie beside what comes
-    with held_through_step(network):
+    with weight_cache(network):
         step = unit_gradients(network, loss_fn, arranged, owners, plan.axes_by_module)
         found = compare_with_single_units(model, loss_fn, batch, step)
     units = batch.row_weights_UR.shape[0]

@@ -1,5 +1,8 @@
 """GroupNorm, an activation before or after it, a 2×2 max-pool and a sum in one pass, with per-row gradients of γ and β.
 
+γ and β enter the graph once for each row, so that autograd returns every row's own gradient of them and nothing has to
+be captured. The chain runs in a kernel, in code of ``torch.compile``, or in plain operations.
+
 Shapes: N rows, C channels, H height, W width, G groups.
 """
 
@@ -36,7 +39,15 @@ _MOST_VARIANTS: Final = 256
 def in_plain_operations(
     chain: Chain, x_NCHW: Tensor, gamma_NC: Tensor | None, beta_NC: Tensor | None, residual: Tensor | None
 ) -> Tensor:
-    """The chain in PyTorch's own operations, γ and β given for each row."""
+    """Compute the chain in PyTorch's own operations.
+
+    Args:
+        chain: The operations.
+        x_NCHW: The input.
+        gamma_NC: γ of each row; None means 1.
+        beta_NC: β of each row; None means 0.
+        residual: Added to the output.
+    """
     act = ACTIVATIONS[chain.activation]
     y = F.group_norm(x_NCHW if chain.norm_first else act(x_NCHW), chain.groups, eps=chain.eps)
     if gamma_NC is not None:
@@ -50,7 +61,7 @@ def in_plain_operations(
 
 
 class _NormAct(Function):
-    """The native kernels as one operation. γ and β come once for each row, so that their gradients do too."""
+    """The kernels as one operation. γ and β come once for each row, and so do their gradients."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -86,7 +97,13 @@ def _compiled(chain: Chain) -> Callable[..., Tensor]:
 
 @final
 class FusedNorm(nn.Module):
-    """Stands in for a GroupNorm and its neighbours, with the very parameters of that GroupNorm."""
+    """Replaces a GroupNorm and its neighbours in the graph, with the parameters of that GroupNorm.
+
+    Args:
+        norm: The GroupNorm.
+        chain: It and what is fused with it.
+        compiled: Whether the chain is compiled by ``torch.compile`` instead of run by a kernel.
+    """
 
     def __init__(self, norm: nn.GroupNorm, chain: Chain, *, compiled: bool = False) -> None:
         super().__init__()
@@ -96,11 +113,11 @@ class FusedNorm(nn.Module):
         self.register_parameter("bias", norm.bias)
 
     def per_row(self, rows: int) -> dict[str, Tensor]:
-        """γ and β once for each row: views of the parameters, which the loss's gradient can be asked for."""
+        """Return γ and β once for each row: views of the parameters, whose gradients autograd can compute."""
         return {name: parameter.expand(rows, -1) for name, parameter in self.named_parameters()}
 
     def forward(self, x: Tensor, residual: Tensor | None = None, *, per_row: dict[str, Tensor] | None = None) -> Tensor:
-        """The chain on ``x``, then ``residual`` added."""
+        """Compute the chain of ``x``, then add ``residual``; ``per_row`` has γ and β of every row."""
         per_row = self.per_row(x.shape[0]) if per_row is None else per_row
         gamma_NC, beta_NC = per_row.get("weight"), per_row.get("bias")
         if self.compiled:
@@ -114,7 +131,7 @@ class FusedNorm(nn.Module):
 
 
 def fused_norm(call: LayerCall) -> dict[str, LayerGradient]:
-    """The rows' gradients are there already; a unit's is the sum over its rows."""
+    """Return the units' gradients: autograd has computed those of the rows, and a unit's is the sum over its rows."""
     return {name: MaterialisedGradient(sum_by_unit(call.per_row[name], call.units)) for name in call.wanted}
 
 

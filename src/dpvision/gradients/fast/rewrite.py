@@ -1,8 +1,8 @@
-"""A model's forward pass written down as a graph, where that is certain to mean the same.
+"""Trace a model into a graph, and put fast layers into it: the fused copy.
 
-Put fast layers into a model's graph: chains around a GroupNorm become one pass, 3×3 convolutions Winograd's.
-
-The model itself stays as it is. The graph's layers hold the very same parameters.
+Chains around a GroupNorm become one pass, 3×3 convolutions Winograd's, and some small layers call kernels. The model
+itself stays as it is; the layers of the copy hold the same parameters. A model whose graph could mean something else
+than its code has no fused copy, and neither has one with nothing to gain.
 """
 
 from __future__ import annotations
@@ -18,36 +18,25 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules import module as torch_modules
 
-from dpvision.gradients.fast.fused_conv import HeldWSConv2d, WinogradConv2d, WinogradWSConv2d
+from dpvision.gradients.fast.fused_conv import CachedWSConv2d, WinogradConv2d, WinogradWSConv2d
 from dpvision.gradients.fast.fused_norm import FusedNorm
-from dpvision.gradients.fast.small_layers import FastMaxPool, FastScattering, FastTanh, SkinnyLinear, is_max_pool
+from dpvision.gradients.fast.small_layers import FastMaxPool, FastScattering, FastTanh, NarrowLinear, is_max_pool
 from dpvision.gradients.per_unit import attributes_restored
 from dpvision.gradients.rules import rule_for
 from dpvision.kernels.norm_act import Chain
 from dpvision.models.layers import WSConv2d
 from dpvision.models.scattering import Scattering
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-_GLOBAL_HOOKS = (
-    "_global_forward_hooks",
-    "_global_forward_pre_hooks",
-    "_global_backward_hooks",
-    "_global_backward_pre_hooks",
-)
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def traced(model: nn.Module) -> fx.GraphModule | None:
-    """The model as a graph of its own leaf modules, or ``None`` where the graph could be something else.
+    """Return the model as a graph of its own leaf modules, or None where the graph could mean something else.
 
-    A graph freezes what Python decided on the way. So there is none for a model that branches on values, draws random
-    numbers in Python, writes into itself, has hooks, or owns parameters at its root.
+    A graph freezes what Python decided while it was traced. So there is none for a model that branches on values, draws
+    random numbers in Python, writes into itself, has hooks, or owns parameters at its root.
     """
-    if _has_hooks(model) or any(True for _ in model.parameters(recurse=False)) or not any(model.children()):
+    if _has_hooks(model) or [*model.parameters(recurse=False)] or not any(model.children()):
         return None
     before = _outside_state()
     try:
@@ -65,25 +54,24 @@ def traced(model: nn.Module) -> fx.GraphModule | None:
 
 @final
 class _Tracer(fx.Tracer):
-    """Goes into containers only: whatever owns parameters, has no children or comes with PyTorch stays whole."""
+    """Traces containers only: modules that own parameters, have no children or belong to PyTorch stay whole."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002 (fx names them)
-        container = type(m) in (nn.Sequential, nn.ModuleList, nn.ModuleDict) or not type(m).__module__.startswith(
-            "torch."
-        )
-        owns = any(True for _ in m.parameters(recurse=False)) or any(True for _ in m.buffers(recurse=False))
-        return not container or owns or not any(True for _ in m.children())
+        containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+        container = type(m) in containers or not type(m).__module__.startswith("torch.")
+        owned = (*m.parameters(recurse=False), *m.buffers(recurse=False))
+        return not container or bool(owned) or not any(True for _ in m.children())
 
 
 _OWN: Final = frozenset(vars(nn.Module()))
-"""What every module has, whoever wrote it."""
+"""Attributes that every module has."""
 
 
 def frozen_values(model: nn.Module) -> tuple[Any, ...]:
-    """What a graph would freeze: when any of it changes, it must be made again.
+    """Return everything that a graph of the model freezes: when any of it changes, the graph must be traced again.
 
-    Plain values and containers of them by value, all else (buffers, tensors, objects, hooks) by identity. What changes
-    inside an object of the user's own is not seen.
+    Plain values and containers of them are compared by value, all else (buffers, tensors, objects, hooks) by identity.
+    Changes inside an object of the user's own are not seen.
     """
     return tuple(
         (name, type(module), _has_hooks_itself(module), *_own_values(module)) for name, module in model.named_modules()
@@ -112,7 +100,7 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _has_hooks(model: nn.Module) -> bool:
-    return any(getattr(torch_modules, name, None) for name in _GLOBAL_HOOKS) or any(
+    return any(getattr(torch_modules, f"_global{name}", None) for name in _HOOKS) or any(
         _has_hooks_itself(module) for module in model.modules()
     )
 
@@ -122,7 +110,7 @@ def _has_hooks_itself(module: nn.Module) -> bool:
 
 
 def _outside_state() -> tuple[Any, ...]:
-    """The generators that a forward pass might have drawn from while it was written down."""
+    """The state of the generators that a forward pass might have drawn from while it was traced."""
     numbers: Any = np.random.get_state()
     return random.getstate(), numbers[1].tobytes(), numbers[2], torch.get_rng_state().numpy().tobytes()
 
@@ -147,10 +135,12 @@ _IN_PLACE: Final = (operator.iadd, operator.isub, operator.imul, operator.itrued
 _SUMS: Final = (operator.add, operator.iadd, torch.add)
 
 
-def fast_twin(model: nn.Module, *, compiled: bool = False) -> fx.GraphModule | None:
-    """The model's graph with fast layers in it, or ``None`` where there is no graph or nothing to gain.
+def fused_copy(model: nn.Module, *, compiled: bool = False) -> fx.GraphModule | None:
+    """Return the model's graph with fast layers in it, or None where there is no graph or nothing to gain.
 
-    The layers are native, or with ``compiled`` made by ``torch.compile``.
+    Args:
+        model: Any module; it is not changed, and shares its parameters with the copy.
+        compiled: Fuse norms by ``torch.compile``, instead of all layers by kernels.
     """
     graph_module = traced(model)
     if graph_module is None or any(_writes_for_others(graph_module, node) for node in graph_module.graph.nodes):
@@ -172,14 +162,15 @@ def _replace_layers(graph_module: fx.GraphModule) -> int:
         module = _module_of(graph_module, node)
         if module is None or len(node.args) != 1 or node.kwargs:
             continue
-        layer = _stand_in_for(module)
+        layer = _fused_layer_for(module)
         if layer is not None:
-            node.target = _put(graph_module, f"dpvision_layer_{made}", layer)
+            node.target = f"dpvision_layer_{made}"
+            graph_module.add_submodule(node.target, layer)
             made += 1
     return made
 
 
-def _stand_in_for(module: nn.Module) -> nn.Module | None:
+def _fused_layer_for(module: nn.Module) -> nn.Module | None:
     """A faster layer that computes the same, if there is one."""
     if (window := FastMaxPool.window_of(module)) is not None:
         return FastMaxPool(window)
@@ -187,16 +178,16 @@ def _stand_in_for(module: nn.Module) -> nn.Module | None:
         return FastTanh()
     if type(module) is Scattering:
         return FastScattering(module)
-    if not _answered_for(module):
+    if not _has_rule(module):
         return None
     if isinstance(module, nn.Conv2d) and WinogradConv2d.fits(module):
         return WinogradConv2d(module)
     if isinstance(module, WSConv2d) and WinogradWSConv2d.fits(module):
         return WinogradWSConv2d(module)
     if type(module) is WSConv2d:
-        return HeldWSConv2d(module)
-    if type(module) is nn.Linear and SkinnyLinear.fits(module):
-        return SkinnyLinear(module)
+        return CachedWSConv2d(module)
+    if type(module) is nn.Linear and NarrowLinear.fits(module):
+        return NarrowLinear(module)
     return None
 
 
@@ -204,9 +195,10 @@ def _fuse_norms(graph_module: fx.GraphModule, *, compiled: bool) -> int:
     made = 0
     for node in list(graph_module.graph.nodes):
         norm = _module_of(graph_module, node)
-        if type(norm) is nn.GroupNorm and len(node.args) == 1 and not node.kwargs and _answered_for(norm):
+        if type(norm) is nn.GroupNorm and len(node.args) == 1 and not node.kwargs and _has_rule(norm):
             chain, inputs, last = _chain_around(graph_module, node, norm)
-            target = _put(graph_module, f"dpvision_norm_{made}", FusedNorm(norm, chain, compiled=compiled))
+            target = f"dpvision_norm_{made}"
+            graph_module.add_submodule(target, FusedNorm(norm, chain, compiled=compiled))
             _replace(graph_module.graph, inputs, last, target)
             made += 1
     return made
@@ -215,7 +207,7 @@ def _fuse_norms(graph_module: fx.GraphModule, *, compiled: bool) -> int:
 def _chain_around(
     graph_module: fx.GraphModule, node: fx.Node, norm: nn.GroupNorm
 ) -> tuple[Chain, tuple[Any, ...], fx.Node]:
-    """A GroupNorm and what belongs to it: the chain, its inputs, and the node whose value it gives."""
+    """The chain around a GroupNorm, its inputs, and the node whose value it gives."""
     first, last = node, node
     activation, norm_first, pool = "none", True, False
     after, before = _only_user(node), node.args[0]
@@ -235,7 +227,7 @@ def _chain_around(
 
 
 def _replace(graph: fx.Graph, inputs: tuple[Any, ...], last: fx.Node, target: str) -> None:
-    """Let one layer give what ``last`` gave, and remove what nobody needs any more."""
+    """Let one layer give the value of ``last``, and remove the nodes that are not needed any more."""
     with graph.inserting_before(last):
         fused = graph.call_module(target, inputs)
     last.replace_all_uses_with(fused)
@@ -243,7 +235,7 @@ def _replace(graph: fx.Graph, inputs: tuple[Any, ...], last: fx.Node, target: st
 
 
 def _erase_back(graph: fx.Graph, node: fx.Node, keep: set[Any]) -> None:
-    """Remove a node nobody uses, and what only it used."""
+    """Remove a node without users, and the nodes that only it used."""
     inputs = node.all_input_nodes
     graph.erase_node(node)
     for before in inputs:
@@ -252,7 +244,7 @@ def _erase_back(graph: fx.Graph, node: fx.Node, keep: set[Any]) -> None:
 
 
 def _writes_for_others(graph_module: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node writes in place into something that another node reads too: then their order would matter."""
+    """Whether a node writes in place into a value that another node reads too: then their order would matter."""
     module = _module_of(graph_module, node)
     name = str(node.target)
     in_place = bool(getattr(module, "inplace", False)) or bool(node.kwargs.get("inplace", False))
@@ -260,9 +252,8 @@ def _writes_for_others(graph_module: fx.GraphModule, node: fx.Node) -> bool:
         in_place |= name.endswith("_") and not name.endswith("__")
     if node.op == "call_function":
         called = getattr(node.target, "__name__", "")
-        in_place |= (
-            node.target in _IN_PLACE or (called.endswith("_") and not called.endswith("__")) or "out" in node.kwargs
-        )
+        in_place |= node.target in _IN_PLACE or "out" in node.kwargs
+        in_place |= called.endswith("_") and not called.endswith("__")
     written = node.args[0] if node.args else None
     return in_place and (not isinstance(written, fx.Node) or len(written.users) != 1 or written.op == "placeholder")
 
@@ -282,7 +273,7 @@ def _activation(graph_module: fx.GraphModule, node: fx.Node) -> str | None:
 
 
 def _other_summand(node: fx.Node, one: fx.Node) -> fx.Node | None:
-    """What else a sum adds, if it is a sum of two different nodes that are there before it."""
+    """The other summand, if the node is a sum of ``one`` and another node."""
     if node.op != "call_function" or node.target not in _SUMS or len(node.args) != 2 or node.kwargs:
         return None
     left, right = node.args
@@ -297,11 +288,6 @@ def _module_of(graph_module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
     return graph_module.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
-def _answered_for(module: nn.Module) -> bool:
-    """Whether a rule, and not the fallback, speaks for the layer: else its type does not say what it computes."""
+def _has_rule(module: nn.Module) -> bool:
+    """Whether the layer's gradient has a rule: a type that has none does not say what it computes."""
     return rule_for(module) is not None
-
-
-def _put(graph_module: fx.GraphModule, name: str, layer: nn.Module) -> str:
-    graph_module.add_submodule(name, layer)
-    return name

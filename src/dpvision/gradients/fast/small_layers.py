@@ -1,16 +1,9 @@
-"""tanh by a native kernel, where it is not part of a norm's chain.
+"""Small fast layers: tanh outside a norm's chain, max-pools of stride 1, narrow linear layers, and scattering.
 
-Max-pools of stride one, which smooth a picture, by native kernels.
+Each calls a kernel where the input fits, and the original operation elsewhere. Only the linear layer has parameters, so
+only it has a gradient rule: one pass over the features gives its output and the norms that clipping needs.
 
-Shapes: N rows, C channels, H height, W width.
-
-Linear layers with few outputs on many features: one look at the features gives output and norms.
-
-Shapes: N rows, I in, O out.
-
-The fixed scattering transform by a native kernel.
-
-Shapes: N rows, C channels, H height, W width.
+Shapes: N rows, C channels, H height, W width, I in, O out.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from dpvision.gradients.fast.fused_layer import StandIn
+from dpvision.gradients.fast.fused_layer import FusedLayer, as_kind
 from dpvision.gradients.layer_gradient import LayerGradient
 from dpvision.gradients.rules.linear import linear as ordinary
 from dpvision.gradients.rules.rule import LayerCall, register
@@ -33,7 +26,7 @@ from dpvision.models.scattering import Scattering
 
 
 class _Tanh(Function):
-    """The native kernel; its gradient is that of PyTorch, from the output alone."""
+    """The kernel; its gradient is that of PyTorch, from the output alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -45,21 +38,21 @@ class _Tanh(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (y,) = ctx.saved_tensors
-        dy = laid_out(dy) if is_channels_last(y) else dy  # what follows tells layouts by the strides of its gradient
+        dy = laid_out(dy) if is_channels_last(y) else dy  # later layers tell layouts by the strides of their gradient
         return torch.ops.aten.tanh_backward(dy, y)
 
 
 @final
 class FastTanh(nn.Module):
-    """Stands in for an ``nn.Tanh``; what doesn't fit the kernel goes PyTorch's way."""
+    """Replaces an ``nn.Tanh``; inputs that do not fit the kernel go to ``torch.tanh``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """tanh."""
+        """Compute tanh."""
         return _Tanh.apply(x) if norm_act.tanh.takes(x) else torch.tanh(x)
 
 
 def is_max_pool(module: nn.Module | None, *, kernel: int, stride: int, padding: int) -> bool:
-    """Whether a layer is a max-pool with these squares, and nothing else about it."""
+    """Return whether a layer is a max-pool with these sizes in both directions and no other option."""
     return (
         type(module) is nn.MaxPool2d
         and module.kernel_size in (kernel, (kernel, kernel))
@@ -72,7 +65,7 @@ def is_max_pool(module: nn.Module | None, *, kernel: int, stride: int, padding: 
 
 
 class _MaxPool(Function):
-    """The native kernels as one operation."""
+    """The kernels as one operation."""
 
     @staticmethod
     def forward(ctx: Any, x_NCHW: Tensor, window: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -90,7 +83,7 @@ class _MaxPool(Function):
 
 @final
 class FastMaxPool(nn.Module):
-    """Stands in for an ``nn.MaxPool2d`` of stride 1 that there is a kernel for; what doesn't fit goes PyTorch's way."""
+    """Replaces an ``nn.MaxPool2d`` of stride 1 that has a kernel; inputs that do not fit go to PyTorch's."""
 
     def __init__(self, window: int) -> None:
         super().__init__()
@@ -98,7 +91,7 @@ class FastMaxPool(nn.Module):
 
     @staticmethod
     def window_of(module: nn.Module | None) -> int | None:
-        """The window of such a pool; ``None`` for any other layer."""
+        """Return the window of such a pool, 2 or 3; None for any other layer."""
         fitting = (
             w
             for w, padding in norm_act.POOL_PADDING.items()
@@ -113,12 +106,12 @@ class FastMaxPool(nn.Module):
         return _MaxPool.apply(x_NCHW, self.window)
 
 
-class _Forward(Function):
+class _NarrowLinearFunction(Function):
     """Output and input gradient; none flows to the weight, which is an input so that the output has a gradient."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, layer: SkinnyLinear
+        ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, layer: NarrowLinear
     ) -> Tensor:
         ctx.save_for_backward(weight_OI)
         y_NO, squares_N = unit_sums.narrow_linear(x_NI, weight_OI.detach(), None if bias_O is None else bias_O.detach())
@@ -133,52 +126,49 @@ class _Forward(Function):
 
 
 @final
-class SkinnyLinear(StandIn[nn.Linear]):
-    """Stands in for an ``nn.Linear`` with few outputs."""
+class NarrowLinear(FusedLayer[nn.Linear]):
+    """Replaces an ``nn.Linear`` with few outputs."""
 
     @staticmethod
     def fits(module: nn.Linear) -> bool:
-        """Whether a layer is such a one."""
+        """Return whether a layer has few enough outputs."""
         return module.out_features <= unit_sums.MOST_OUTPUTS
 
     def forward(self, x_NI: Tensor) -> Tensor:
-        """The layer's output."""
+        """Compute the layer's output."""
         layer = self.layer
         if not self.takes(x_NI):
             return F.linear(x_NI, layer.weight, layer.bias)
-        return _Forward.apply(x_NI, layer.weight, layer.bias, self)
+        return _NarrowLinearFunction.apply(x_NI, layer.weight, layer.bias, self)
 
     def takes(self, x_NI: Tensor) -> bool:
-        """Whether this input goes through the kernel."""
+        """Return whether this input goes through the kernel."""
         return unit_sums.narrow_linear.takes(x_NI, self.layer.weight, self.layer.bias)
 
     def keep_squares(self, squares_N: Tensor) -> None:
-        """Keep ‖x‖² of the rows, during a step: a layer of a graph is called once in a pass."""
-        if self._holding:
-            self._held["squares"] = squares_N
+        """Cache ‖x‖² of the rows during a step: a layer of a graph is called once in a pass."""
+        self.remember("squares", squares_N)
 
     def squares(self) -> Tensor | None:
-        """‖x‖² of the rows of the last pass, if they were kept."""
-        return self._held.get("squares")
+        """Return ‖x‖² of the rows of the last pass; None if they were not cached."""
+        return self.recall("squares")
 
 
 def linear(call: LayerCall) -> dict[str, LayerGradient]:
-    """As for any linear layer, but the inputs' norms are known already."""
-    module = call.module
-    if not isinstance(module, SkinnyLinear):
-        raise TypeError(f"not a SkinnyLinear: {type(module).__name__}")
+    """Return the gradients of any linear layer, with the inputs' squared norms that are known already."""
+    module = as_kind(call.module, NarrowLinear)
     return ordinary(call, module.squares() if module.takes(call.x) else None)
 
 
-register(SkinnyLinear, rule=linear)
+register(NarrowLinear, rule=linear)
 
 
 @final
-class FastScattering(StandIn[Scattering]):
-    """Stands in for a ``Scattering``; what doesn't fit the kernel goes that one's way."""
+class FastScattering(FusedLayer[Scattering]):
+    """Replaces a ``Scattering``; inputs that do not fit the kernel go through the layer itself."""
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Scatter each colour on its own."""
+        """Scatter each colour separately."""
         wavelets, blurs = self.layer.tables()
         right_size = tuple(x_NCHW.shape[-2:]) == self.layer.image_size
         found = scatter.attempt(x_NCHW, wavelets, blurs, self.layer.padding) if right_size else None

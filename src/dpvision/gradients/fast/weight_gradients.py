@@ -1,6 +1,9 @@
 """Per-unit weight gradients of Winograd convolutions: formed, or known by their norms alone.
 
-Shapes: N rows, U units, I in, O out, K kernel (3), H height, W width, T = H·W positions.
+Small images have few positions: there norms come from Gram matrices over the positions, and the clipped sum is computed
+in a second pass over the rows. Elsewhere every unit's gradient is formed once, in memory that the layer keeps.
+
+Shapes: N rows, U units, I in, O out, K kernel (3), H height, W width, T = H·W positions, M moments.
 """
 
 from __future__ import annotations
@@ -13,7 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpvision.gradients.fast.fused_conv import Facts, HeldWSConv2d, Winograd, WinogradConv2d, WinogradWSConv2d
+from dpvision.gradients.fast.fused_conv import (
+    CachedWSConv2d,
+    FilterFacts,
+    WinogradConv,
+    WinogradConv2d,
+    WinogradWSConv2d,
+)
+from dpvision.gradients.fast.fused_layer import as_kind
 from dpvision.gradients.layer_gradient import (
     Finish,
     LayerGradient,
@@ -30,20 +40,27 @@ from dpvision.kernels import conv_gradients, unit_sums, winograd
 from dpvision.kernels.channels_last import laid_out
 
 _RUN: Final = 32
-"""Rows that are added up in float32."""
+"""Rows that are added in float32."""
 
 _GHOST: Final = 8
-"""Measured with the native kernels: norms from Gram matrices win above so many entries for a pair of positions."""
+"""Entries of the weight for each pair of positions above which norms from Gram matrices are faster (measured)."""
 
 
 @final
 class WinogradGradient(LayerGradient):
     """One convolution's weight gradient, in the order (K, K, I, O).
 
-    With ``has_gain``, a gain that was not asked for its norms will ask for the same sum as the weight.
+    Args:
+        layer: The convolution, which owns memory and cached filters.
+        x_NIHW: Its input, channels-last.
+        dy_NOHW: Its output gradient, channels-last.
+        units: Privacy units; each owns N / units consecutive rows.
+        has_gain: Whether a gain may ask for the same sum as the weight, so that the sum is kept.
     """
 
-    def __init__(self, layer: Winograd, x_NIHW: Tensor, dy_NOHW: Tensor, units: int, *, has_gain: bool = False) -> None:
+    def __init__(
+        self, layer: WinogradConv, x_NIHW: Tensor, dy_NOHW: Tensor, units: int, *, has_gain: bool = False
+    ) -> None:
         self._layer = layer
         self._x = x_NIHW
         self._dy = dy_NOHW
@@ -71,7 +88,7 @@ class WinogradGradient(LayerGradient):
         return moments_UMO[:, 0].sum(1) + underflow(formed.flatten(1))
 
     def gram_norms_sq(self, dy_NOHW: Tensor) -> Tensor:
-        """Squared norms for this output gradient without forming anything."""
+        """Return squared norms for this output gradient without forming any gradient."""
         self._normed = True
         x_UTI, g_UTO = (part.flatten(2).mT for part in (self._x, dy_NOHW))
         x_gram_UTT, g_gram_UTT = torch.bmm(x_UTI, x_UTI.mT), torch.bmm(g_UTO, g_UTO.mT)
@@ -96,7 +113,7 @@ class WinogradGradient(LayerGradient):
         return self._x.new_zeros(3, 3, self._x.shape[1], self._dy.shape[1], dtype=torch.float64)
 
     def _add_to(self, total: Tensor, factor_U: Tensor) -> Tensor:
-        """In float64 over runs of rows: a long sum in float32 would round away more than the noise may cover."""
+        """Add in float64 over runs of rows: a long sum in float32 would round away more than the noise may cover."""
         factor_N = factor_U.to(torch.float32).repeat_interleave(self._x.shape[0] // self._units)
         for x, dy, factor in zip(*(part.split(_RUN) for part in (self._x, self._dy, factor_N)), strict=True):
             winograd.add_gradient(total, x, dy, factor)
@@ -110,7 +127,7 @@ class WinogradGradient(LayerGradient):
         return self.formed()[0].permute(0, 4, 3, 1, 2)
 
     def formed(self) -> tuple[Tensor, Tensor]:
-        """The gradients (U, K, K, I, O), and of each filter: squares, and with z also Σe and ⟨z, e⟩."""
+        """Return the gradients (U, K, K, I, O), and of each filter squares and, with z, Σe and ⟨z, e⟩ as (U, M, O)."""
         if self._formed is None:
             memory = self._layer.gradient_memory(self._units)
             z_KKIO = self._layer.direction_KKIO()
@@ -119,10 +136,8 @@ class WinogradGradient(LayerGradient):
 
 
 def convolution(call: LayerCall) -> dict[str, LayerGradient]:
-    """An ordinary convolution."""
-    module = call.module
-    if not isinstance(module, WinogradConv2d):
-        raise TypeError(f"not a WinogradConv2d: {type(module).__name__}")
+    """Return the gradients of an ordinary convolution."""
+    module = as_kind(call.module, WinogradConv2d)
     if not module.takes(call.x):
         return by_windows(replace(call, module=module.layer))
     dy = laid_out(call.dy)
@@ -131,10 +146,8 @@ def convolution(call: LayerCall) -> dict[str, LayerGradient]:
 
 
 def standardised(call: LayerCall) -> dict[str, LayerGradient]:
-    """A weight-standardised convolution: see ``rules/standardised.py`` for the mathematics."""
-    module = call.module
-    if not isinstance(module, WinogradWSConv2d):
-        raise TypeError(f"not a WinogradWSConv2d: {type(module).__name__}")
+    """Return the gradients of a weight-standardised convolution: ``rules.weight_standardisation`` has the formulas."""
+    module = as_kind(call.module, WinogradWSConv2d)
     if not module.takes(call.x):
         return standardised_by_windows(replace(call, module=module.layer), module.facts().standardisation)
     facts, dy = module.facts(), laid_out(call.dy)
@@ -148,28 +161,25 @@ def standardised(call: LayerCall) -> dict[str, LayerGradient]:
     return {**layer_gradients, **_bias(call, dy)}
 
 
-def held(call: LayerCall) -> dict[str, LayerGradient]:
-    """A standardised convolution that Winograd's method does not take."""
-    module = call.module
-    if not isinstance(module, HeldWSConv2d):
-        raise TypeError(f"not a HeldWSConv2d: {type(module).__name__}")
+def cached_standardised(call: LayerCall) -> dict[str, LayerGradient]:
+    """Return the gradients of a standardised convolution that Winograd's method does not take."""
+    module = as_kind(call.module, CachedWSConv2d)
     return standardised_by_windows(replace(call, module=module.layer), module.facts().standardisation)
 
 
 def _bias(call: LayerCall, dy: Tensor) -> dict[str, LayerGradient]:
-    return (
-        {"bias": MaterialisedGradient(sum_by_unit(conv_gradients.channel_sums(dy), call.units))}
-        if "bias" in call.wanted
-        else {}
-    )
+    if "bias" not in call.wanted:
+        return {}
+    return {"bias": MaterialisedGradient(sum_by_unit(conv_gradients.channel_sums(dy), call.units))}
 
 
-def _moments(used: WinogradGradient, facts: Facts) -> Moments:
+def _moments(used: WinogradGradient, facts: FilterFacts) -> Moments:
+    """From the gradients themselves."""
     squares_UO, total_UO, along_UO = used.formed()[1].unbind(1)
     return Moments(squares_UO @ facts.standardisation.scale_O.double().square(), total_UO, along_UO)
 
 
-def _moments_by_ghost(call: LayerCall, dy: Tensor, used: WinogradGradient, facts: Facts) -> Moments:
+def _moments_by_ghost(call: LayerCall, dy: Tensor, used: WinogradGradient, facts: FilterFacts) -> Moments:
     """Without forming e: ⟨w', e⟩ = Σ_t dy · (y − bias), Σe = Σ_t dy · (box sum of x)."""
     if call.y is None:
         raise TypeError("the layer's output was not kept")
@@ -184,5 +194,5 @@ def _moments_by_ghost(call: LayerCall, dy: Tensor, used: WinogradGradient, facts
 
 
 register(WinogradConv2d, rule=convolution)
-register(HeldWSConv2d, rule=held, parameters=("weight", "gain", "bias"))
+register(CachedWSConv2d, rule=cached_standardised, parameters=("weight", "gain", "bias"))
 register(WinogradWSConv2d, rule=standardised, parameters=("weight", "gain", "bias"))
