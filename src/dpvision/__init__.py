@@ -1,4 +1,9 @@
-"""Train image models on private pictures, with a differential-privacy guarantee that anyone can check."""
+"""Train image models on private images, with a differential-privacy guarantee that anyone can check.
+
+The names below are the public interface; everything else may move. Each is imported on first use, so that
+``import dpvision`` is fast and does not import torch. The packages (``dpvision.accounting``, ``dpvision.models``, …)
+are attributes too, and list their own public names.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +13,68 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dpvision.config import RunConfig
     from dpvision.gradients.clipped_sum import clipped_sum
+    from dpvision.gradients.model_check import check_model
+    from dpvision.inference.load import load_model
     from dpvision.privacy.mechanism import Guarantee, Mechanism
-    from dpvision.privacy.values import ClippedSum
-    from dpvision.training import train
+    from dpvision.privacy.noise import privatize
+    from dpvision.privacy.values import ClippedSum, PrivateGrad
+    from dpvision.release.verify import verify
+    from dpvision.training import resume_training, train
 
 __version__ = "0.1.0"
-__all__ = ["ClippedSum", "Guarantee", "Mechanism", "RunConfig", "__version__", "clipped_sum", "train"]
+__all__ = [
+    "ClippedSum",
+    "Guarantee",
+    "Mechanism",
+    "PrivateGrad",
+    "RunConfig",
+    "__version__",
+    "check_model",
+    "clipped_sum",
+    "load_model",
+    "privatize",
+    "resume_training",
+    "train",
+    "verify",
+]
 
 _HOMES = {
-    "ClippedSum": "dpvision.privacy.values",
-    "Guarantee": "dpvision.privacy.mechanism",
-    "Mechanism": "dpvision.privacy.mechanism",
-    "RunConfig": "dpvision.config",
-    "clipped_sum": "dpvision.gradients.clipped_sum",
-    "train": "dpvision.training",
+    "ClippedSum": "privacy.values",
+    "Guarantee": "privacy.mechanism",
+    "Mechanism": "privacy.mechanism",
+    "PrivateGrad": "privacy.values",
+    "RunConfig": "config",
+    "check_model": "gradients.model_check",
+    "clipped_sum": "gradients.clipped_sum",
+    "load_model": "inference.load",
+    "privatize": "privacy.noise",
+    "resume_training": "training",
+    "train": "training",
+    "verify": "release.verify",
 }
+_PACKAGES = (
+    "accounting",
+    "audit",
+    "data",
+    "gradients",
+    "inference",
+    "models",
+    "papers",
+    "privacy",
+    "release",
+    "training",
+)
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names on first use, so that ``import dpvision`` stays fast and free of torch."""
+    """Import a public name or a package on first use."""
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in {"accounting", "data", "gradients", "models"}:
+        return getattr(importlib.import_module(f"dpvision.{_HOMES[name]}"), name)
+    if name in _PACKAGES:
         return importlib.import_module(f"dpvision.{name}")
     raise AttributeError(f"module 'dpvision' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names and packages, also those that are not imported yet."""
+    return sorted([*__all__, *_PACKAGES])

@@ -39,6 +39,7 @@ from dpvision.privacy.mechanism import OrdinarySampling
 from dpvision.privacy.randomness import Keys
 from dpvision.release.verify import verify
 from dpvision.training import resume_training, train
+from dpvision.training.callbacks import RunCallback
 from dpvision.training.prepare import load_splits
 from dpvision.training.stages import Stage, quickly, run_features, training_stages
 from dpvision.training.start import start_run
@@ -425,7 +426,7 @@ def test_features_in_bfloat16_are_near_those_in_full_and_have_a_key_of_their_own
         config = scatter_config(pictures, **settings)
         loaded = load_splits(config, Keys.from_seed(0))
         features = run_features(
-            phase, config, loaded, normalisation=NORMALISATION, device="cpu", say=lambda words: None
+            phase, config, loaded, normalisation=NORMALISATION, device="cpu", callback=RunCallback()
         )
         assert features is not None
         found.append(features.train.values_NWF)

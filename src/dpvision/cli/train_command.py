@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -65,7 +66,8 @@ def train(given: Given, flags: TrainFlags) -> None:
 
     # A smoke test must never pass for a release: a seed set by hand stamps it.
     seed = 0 if flags.quick and flags.unsafe_seed is None else flags.unsafe_seed
-    result = train_run(config, run=folder, seed=seed, device=flags.device, callback=TerminalProgress())
+    with closing(TerminalProgress()) as progress:
+        result = train_run(config, run=folder, seed=seed, device=flags.device, callback=progress)
     _finish(result, json=flags.json, quick=flags.quick)
 
 
@@ -86,7 +88,9 @@ def resume(
     from dpvision.cli.progress import TerminalProgress
     from dpvision.training import resume_training
 
-    _finish(resume_training(run, allow_fork=fork, device=device, callback=TerminalProgress()), json=json)
+    with closing(TerminalProgress()) as progress:
+        result = resume_training(run, allow_fork=fork, device=device, callback=progress)
+    _finish(result, json=json)
 
 
 def set_threads(threads: int | None) -> None:

@@ -30,6 +30,9 @@ class RunCallback:
     def evaluated(self, point: dict[str, Any]) -> None:
         """One more point of the curve on the public test split."""
 
+    def progressed(self, what: str, *, done: int, total: int) -> None:
+        """``done`` of ``total`` rows of other long work, such as "features of mnist", are finished."""
+
     def message(self, text: str) -> None:
         """A note for the user, one line."""
 

@@ -21,6 +21,7 @@ from dpvision.config import RunConfig, ViewsConfig, required
 from dpvision.data import Features, ImageStore, Normalisation, cache_folder, extract, kept_features
 from dpvision.gradients.ordinary import fused_forward
 from dpvision.models import split
+from dpvision.training.callbacks import RunCallback
 from dpvision.training.initial_weights import trained_names
 from dpvision.training.prepare import RunSplits
 from dpvision.training.run_fingerprint import code_digest
@@ -114,10 +115,6 @@ def _dtype(numbers_per_row: int, config: RunConfig) -> torch.dtype | None:
     return torch.float16 if 2 * numbers <= FEATURE_BYTES else None
 
 
-Say = Callable[[str], None]
-_TOLD = 5
-
-
 @final
 @dataclass(frozen=True)
 class RunFeatures:
@@ -128,7 +125,13 @@ class RunFeatures:
 
 
 def run_features(
-    phase: Stage, config: RunConfig, pictures: RunSplits, *, normalisation: Normalisation, device: str, say: Say
+    phase: Stage,
+    config: RunConfig,
+    pictures: RunSplits,
+    *,
+    normalisation: Normalisation,
+    device: str,
+    callback: RunCallback,
 ) -> RunFeatures | None:
     """The features that the phase trains on, or None where it trains on pictures.
 
@@ -141,7 +144,6 @@ def run_features(
 
     def of(store: ImageStore, *, mirrored: bool) -> Features:
         def compute() -> Features:
-            told = _Told(store.name, say)
             made_up = normalisation.apply(_made_up(store.images).to(device))
             with quickly(front, made_up, config.feature_precision) as look:
                 return extract(
@@ -151,7 +153,9 @@ def run_features(
                     mirrored=mirrored,
                     dtype=phase.dtype,
                     device=device,
-                    progress=told.progress,
+                    progress=lambda what, done, total: callback.progressed(
+                        f"{what} of {store.name}", done=done, total=total
+                    ),
                 )
 
         if config.cache_features != "disk":
@@ -180,21 +184,6 @@ def quickly(front: nn.Module, made_up: Tensor, precision: str) -> Iterator[Calla
             return
         with fused_forward(front, made_up) as look:
             yield look
-
-
-@final
-class _Told:
-    """Says now and then how far it is."""
-
-    def __init__(self, name: str, say: Say) -> None:
-        self._name, self._say, self._share = name, say, 0
-
-    def progress(self, what: str, done: int, total: int) -> None:
-        """Every fifth of the way, once."""
-        share = done * _TOLD // max(1, total)
-        if share > self._share:
-            self._share = share
-            self._say(f"{what} of {self._name}: {share * 100 // _TOLD} %")
 
 
 def _folder(config: RunConfig) -> Path:

@@ -31,7 +31,7 @@ from dpvision.training.prepare import (
     statistics_charges,
 )
 from dpvision.training.run_fingerprint import Binding, bound_keys, current_binding, differences
-from dpvision.training.stages import RunFeatures, Say, run_features, set_trained, stage_at
+from dpvision.training.stages import RunFeatures, run_features, set_trained, stage_at
 from dpvision.training.trainer import (
     Place,
     Session,
@@ -46,13 +46,8 @@ from dpvision.training.trainer import (
 from dpvision.training.write_release import RunResult, write_release
 
 
-def silently(text: str) -> None:
-    """Nobody listens."""
-    del text
-
-
 def start_run(
-    config: RunConfig, path: Path, *, seed: int | None, device: str, say: Say = silently
+    config: RunConfig, path: Path, *, seed: int | None, device: str, callback: RunCallback | None = None
 ) -> tuple[Session, Prepared]:
     """A new run. Nothing is written before the data, the plan and the model have been found good."""
     RunFolder.require_new(path)
@@ -79,7 +74,14 @@ def start_run(
     config = config.with_normalisation(normalisation.mean, normalisation.std)
     folder.write_whole_config(config.to_json())
     folder.write_config(config.public().to_json())
-    features = run_features(learner.stages[0], config, pictures, normalisation=normalisation, device=device, say=say)
+    features = run_features(
+        learner.stages[0],
+        config,
+        pictures,
+        normalisation=normalisation,
+        device=device,
+        callback=callback or RunCallback(),
+    )
     # From here on the key is bound to the constants for the pixels and to the features too: neither was known before.
     binding = with_features(binding_of(config, pictures, run_id=run_id, device=device), features)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
@@ -90,7 +92,9 @@ def start_run(
     return session, prepared
 
 
-def resume_run(path: Path, *, allow_fork: bool, device: str, say: Say = silently) -> tuple[Session, list[str]]:
+def resume_run(
+    path: Path, *, allow_fork: bool, device: str, callback: RunCallback | None = None
+) -> tuple[Session, list[str]]:
     """The run in ``path`` as its newest whole checkpoint left it, and what the user should know about that."""
     folder = RunFolder.open(path)
     folder.lock()
@@ -112,7 +116,9 @@ def resume_run(path: Path, *, allow_fork: bool, device: str, say: Say = silently
         load_model(learner.model, checkpoint)
     normalisation = normalisation_of(config)
     phase = stage_at(learner.stages, max(0, checkpoint.step - 1))
-    features = run_features(phase, config, pictures, normalisation=normalisation, device=device, say=say)
+    features = run_features(
+        phase, config, pictures, normalisation=normalisation, device=device, callback=callback or RunCallback()
+    )
     binding = with_features(binding, features)
     notes = list(checkpoint.warnings)
     changed = differences(stored.bindings[-1], binding)
@@ -303,7 +309,7 @@ def train(
     under the assumptions of docs/concepts/guarantee.md.
     """
     callback = callback or RunCallback()
-    session, prepared = start_run(config, Path(run), seed=seed, device=device, say=callback.message)
+    session, prepared = start_run(config, Path(run), seed=seed, device=device, callback=callback)
     with session.folder:
         name = required(session.config.model, "model").name
         callback.started(name=name, steps=session.total_steps, done=0, choices=prepared.choices)
@@ -321,7 +327,7 @@ def resume_training(
     which their bits depend, they get other noise and are charged again.
     """
     callback = callback or RunCallback()
-    session, notes = resume_run(Path(run), allow_fork=allow_fork, device=device, say=callback.message)
+    session, notes = resume_run(Path(run), allow_fork=allow_fork, device=device, callback=callback)
     with session.folder:
         name = required(session.config.model, "model").name
         callback.started(name=name, steps=session.total_steps, done=session.step, choices=())

@@ -1,0 +1,59 @@
+"""The public names of the package are frozen: adding one is a decision, removing one breaks users."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import dpvision
+
+NAMES = [
+    "ClippedSum",
+    "Guarantee",
+    "Mechanism",
+    "PrivateGrad",
+    "RunConfig",
+    "__version__",
+    "check_model",
+    "clipped_sum",
+    "load_model",
+    "privatize",
+    "resume_training",
+    "train",
+    "verify",
+]
+PACKAGES = [
+    "accounting",
+    "audit",
+    "data",
+    "gradients",
+    "inference",
+    "models",
+    "papers",
+    "privacy",
+    "release",
+    "training",
+]
+
+
+def test_the_public_names_are_these() -> None:
+    assert dpvision.__all__ == NAMES
+    assert dir(dpvision) == sorted([*NAMES, *PACKAGES])
+
+
+@pytest.mark.parametrize("name", [*NAMES, *PACKAGES])
+def test_every_public_name_can_be_imported(name: str) -> None:
+    assert getattr(dpvision, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = dpvision.nonsense
+
+
+def test_importing_the_package_imports_neither_torch_nor_pydantic() -> None:
+    code = "import sys, dpvision; dir(dpvision); sys.exit(' '.join({'torch', 'pydantic', 'numpy'} & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
