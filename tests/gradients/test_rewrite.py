@@ -390,7 +390,7 @@ def test_without_kernels_native_is_refused_and_auto_is_plain(monkeypatch: pytest
     monkeypatch.setattr(kernels, "available", lambda: False)
     monkeypatch.setattr(kernels, "reason", lambda: "switched off by DPVISION_NATIVE=0")
     model, (x, y) = seeded(NETWORKS["torchvision style"]), rows(2, 8)
-    with pytest.raises(ArgumentError, match=r"native kernels are not at hand: switched off by DPVISION_NATIVE=0"):
+    with pytest.raises(ArgumentError, match=r"native kernels are not available: switched off by DPVISION_NATIVE=0"):
         sums(model, Rows(x, y, 1), NATIVE)
     assert fused_copy_of(model, Rows(x, y, 1), Performance()) is None
 
