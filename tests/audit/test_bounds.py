@@ -9,9 +9,17 @@ import numpy as np
 import pytest
 
 from dpvision.accounting import guarantee
-from dpvision.audit.bounds import epsilon_lower_bound, gaussian_epsilon, gaussian_estimate, one_run_bound, p_value
+from dpvision.audit.bounds import (
+    attack_metrics,
+    epsilon_lower_bound,
+    gaussian_epsilon,
+    gaussian_estimate,
+    likelihood_ratio,
+    metrics_by_class,
+    one_run_bound,
+    p_value,
+)
 from dpvision.audit.mechanism_check import DRAWS_FOR_ONE_PERCENT, _independence_checks, _scale_checks
-from dpvision.audit.membership import attack_figures, figures_by_class, likelihood_ratio
 from dpvision.errors import ArgumentError, DataError
 from dpvision.privacy.mechanism import Event
 
@@ -141,27 +149,27 @@ def test_noise_that_is_used_twice_is_found(broken: str | None) -> None:
 
 
 def test_the_area_counts_ties_half_and_its_interval_holds_it() -> None:
-    found = attack_figures(np.array([3.0, 2.0, 1.0]), np.array([2.0, 0.0]))
+    found = attack_metrics(np.array([3.0, 2.0, 1.0]), np.array([2.0, 0.0]))
     assert found.area == pytest.approx((1 + 1 + 0.5 + 1 + 0 + 1) / 6)
     generator = np.random.default_rng(6)
-    wide = attack_figures(generator.normal(1.0, 1, 4000), generator.normal(0, 1, 4000))
+    wide = attack_metrics(generator.normal(1.0, 1, 4000), generator.normal(0, 1, 4000))
     assert wide.area_low < 0.7602 < wide.area_high  # Phi(1/sqrt 2)
     assert wide.area_high - wide.area_low < 0.03
 
 
 def test_true_positives_are_counted_where_few_others_are_accused() -> None:
     others, members = np.arange(1000.0), np.arange(1000.0) + 100.5
-    by_rate = {at.false_positive_rate: at for at in attack_figures(members, others).at_rates}
+    by_rate = {at.false_positive_rate: at for at in attack_metrics(members, others).at_rates}
     # At 1 % ten of the others may be accused: the threshold is 989, and members from 989.5 on are above it.
     assert by_rate[0.01].true_positive_rate == pytest.approx(0.111)
     assert by_rate[0.1].true_positive_rate == pytest.approx(0.201)
     assert by_rate[0.01].low < 0.111 < by_rate[0.01].high
-    assert attack_figures(others, others).at_rates[0].true_positive_rate <= 0.001
+    assert attack_metrics(others, others).at_rates[0].true_positive_rate <= 0.001
 
 
 def test_the_curve_rises_from_nobody_to_everybody() -> None:
     generator = np.random.default_rng(7)
-    roc = attack_figures(generator.normal(size=500), generator.normal(size=700)).roc
+    roc = attack_metrics(generator.normal(size=500), generator.normal(size=700)).roc
     assert roc[0] == (0.0, 0.0)
     assert roc[-1] == (1.0, 1.0)
     assert all(a[0] <= b[0] and a[1] <= b[1] for a, b in itertools.pairwise(roc))
@@ -170,7 +178,7 @@ def test_the_curve_rises_from_nobody_to_everybody() -> None:
 def test_classes_are_attacked_one_by_one() -> None:
     members = np.array([5.0, 6.0, 0.0, 1.0]), np.array([0, 0, 1, 1])
     others = np.array([1.0, 2.0, 0.5, 7.0]), np.array([0, 0, 1, 2])
-    found = figures_by_class(members, others, ("cat", "dog", "owl"))
+    found = metrics_by_class(members, others, ("cat", "dog", "owl"))
     assert found["cat"] is not None
     assert found["cat"].area == 1.0
     assert found["dog"] is None
@@ -179,7 +187,7 @@ def test_classes_are_attacked_one_by_one() -> None:
 
 def test_one_picture_on_a_side_is_too_few() -> None:
     with pytest.raises(DataError, match="at least 2"):
-        attack_figures(np.array([1.0]), np.array([1.0, 2.0]))
+        attack_metrics(np.array([1.0]), np.array([1.0, 2.0]))
 
 
 def test_the_likelihood_ratio_uses_what_each_picture_does_to_shadows() -> None:

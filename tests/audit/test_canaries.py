@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dpvision.audit import audit_with_canaries, canary_document, check_mechanism, config_of_model, subject_of_config
-from dpvision.audit.audited_runs import AUDIT_STAMP, Subject, made_up_pictures, made_up_store, session_on
+from dpvision.audit.audited_runs import AUDIT_STAMP, Subject, session_on, synthetic_images, synthetic_store
 from dpvision.audit.canaries import WithCanaries, expected_mu, likelihood_scores
 from dpvision.config import ViewsConfig
 from dpvision.errors import ArgumentError
@@ -119,7 +119,7 @@ def test_the_expected_distance_is_that_of_simulated_steps() -> None:
 
 def test_an_audit_run_is_stamped_and_leaves_nothing_behind(tmp_path: Path) -> None:
     settings = subject(steps=3)
-    store = made_up_store(settings.config, made_up_pictures(20, settings.image_shape, seed=0), num_classes=10)
+    store = synthetic_store(settings.config, synthetic_images(20, settings.image_shape, seed=0), num_classes=10)
     with session_on(settings.config, store, keys=Keys.from_seed(0), parent=tmp_path) as session:
         take_step(session)
         notes = [entry.payload for entry in read_ledger(session.folder.ledger_path) if entry.kind == "declare"]

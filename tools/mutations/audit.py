@@ -11,24 +11,12 @@ AUDIT: tuple[Mutation, ...] = (
         ("half of the delta term", "tail + 2 * canaries * delta * lifted", "tail + canaries * delta * lifted"),
         ("picking the best costs nothing", "each = 1 - (1 - confidence) / len(sides)", "each = confidence"),
         ("ten times the error allowed", "return p < 1 - confidence", "return p < 10 * (1 - confidence)"),
-    ),
-    *mutations(
-        "audit/test_bounds",
-        "audit/bounds.py",
         (
             "the error of the means is forgotten",
             "of_means = (variances[0] / len(inside) + variances[1] / len(outside)) / pooled",
             "of_means = 0.0",
         ),
-    ),
-    *mutations(
-        "audit/test_bounds",
-        "audit/membership.py",
         ("ties are accused", "(members > threshold)", "(members >= threshold)"),
-    ),
-    *mutations(
-        "audit/test_bounds",
-        "audit/membership.py",
         ("the likelihood ratio upside down", "return logs[0] - logs[1]", "return logs[1] - logs[0]"),
     ),
     *mutations(

@@ -1,4 +1,9 @@
-"""Tries to break the guarantee: canaries, membership inference, and a test of the step path itself."""
+"""Audits: attempts to refute a guarantee.
+
+``canaries`` trains once with planted units and bounds epsilon from below; ``membership`` attacks a finished run;
+``mechanism_check`` tests the step path (draw, clip, charge, noise); ``bounds`` has the statistics; ``findings`` writes
+the results as documents. ``audited_runs`` moves the settings of a run, recipe or model onto synthetic images.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What is audited: the settings of a run, of a recipe or of a model, moved onto made-up pictures.
+"""What is audited: the settings of a run, a recipe or a model, moved onto synthetic images.
 
-Sessions on made-up pictures: the very step path of training, in a run of its own that is stamped not for release.
+``session_on`` opens a training session on such images. It uses the step path of training itself, in a temporary run
+folder that is stamped not for release.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ PLAIN_SGD = OptimizerSettings(name="sgd", learning_rate=0.1)
 @final
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A private, resolved configuration whose data are made up, and the shape of its pictures."""
+    """A private, complete configuration on synthetic data, and the shape of its images (channels, height, width)."""
 
     name: str
     config: RunConfig
@@ -64,13 +65,24 @@ class Subject:
 
     @property
     def epsilon(self) -> float:
-        """What the whole plan spends for adding or removing one unit."""
+        """Epsilon of all planned steps for adding or removing one unit."""
         mechanism = self.config.mechanism
         return guarantee([(mechanism.step_event, mechanism.steps)], delta=self.delta).epsilon
 
 
 def subject_of_run(path: Path) -> Subject:
-    """The settings of a finished run. Nothing of its data is read but its public shape."""
+    """Take the settings of a finished run.
+
+    Args:
+        path: The run's folder. Of its data only the public shape in the certificate is read.
+
+    Returns:
+        The settings on synthetic images of the same shape.
+
+    Raises:
+        TamperError: The certificate does not state the shape.
+        ArgumentError: The run has no privacy.
+    """
     folder = RunFolder.open(path)
     file = folder.release / CERTIFICATE
     data = parse_object(read_file(file), name=str(file)).get("data", {})
@@ -83,9 +95,19 @@ def subject_of_run(path: Path) -> Subject:
 
 
 def subject_of_config(config: RunConfig) -> Subject:
-    """The settings of a configuration, with pictures of the shape that its model is made for."""
+    """Take the settings of a configuration, with synthetic images of the shape that its model is made for.
+
+    Args:
+        config: A private configuration that names a model.
+
+    Returns:
+        The settings on synthetic images.
+
+    Raises:
+        ArgumentError: No model is named, or the configuration has no privacy.
+    """
     if config.model is None:
-        raise ArgumentError("name a model: there are no pictures from which one could be proposed.")
+        raise ArgumentError("name a model: there are no images from which one could be proposed.")
     found = entry(config.model.name)
     side = config.model.options.get("image_size") or config.data.image_size or min(found.image_size, LARGEST_SIDE)
     channels = config.data.channels or found.in_channels
@@ -94,7 +116,12 @@ def subject_of_config(config: RunConfig) -> Subject:
 
 
 def config_of_model(name: str, options: dict[str, Any]) -> RunConfig:
-    """A small private plan for a model: epsilon 4.3 at delta 1e-5 over 50 steps."""
+    """Return a small private configuration for a model: epsilon 4.3 at delta 1e-5 over 50 steps.
+
+    Args:
+        name: Name of the model.
+        options: Options of the model.
+    """
     sized = {"image_size": 8} if name == "linear" and "image_size" not in options else {}
     return RunConfig(
         name=name,
@@ -124,9 +151,9 @@ def _subject(config: RunConfig, image_shape: tuple[int, int, int], num_classes: 
 
 
 def with_plain_sgd(config: RunConfig) -> RunConfig:
-    """The same mechanism, with steps whose weights add up every noisy gradient.
+    """Replace optimizer, schedule and averaging by plain SGD, whose weights are sums of the noisy gradients.
 
-    What comes after the noise can't change the guarantee, so nothing is lost by choosing what is easiest to read.
+    Post-processing does not change the guarantee, so the easiest optimizer to read is as good as any.
     """
     plain = {"optimizer": PLAIN_SGD, "schedule": ScheduleSettings(), "averaging": AveragingSettings()}
     return config.model_copy(update=plain)
@@ -145,9 +172,18 @@ def session_on(
     normalisation: Normalisation | None = None,
     parent: Path | None = None,
 ) -> Iterator[Session]:
-    """A session over ``train`` in a folder of its own, which is gone afterwards; ``parent`` says where it lies.
+    """Open a training session over ``train`` in a temporary run folder.
 
-    Its keys are bound to nothing: neighbouring stores under equal keys share draws and noise, which is the point.
+    Args:
+        config: The settings.
+        train: Training images.
+        keys: Randomness, not bound to the data: neighbouring stores under equal keys share draws and noise.
+        learner: The model and its stages; by default the configured model, all of it trained.
+        normalisation: Pixel normalisation; by default the configuration's constants.
+        parent: Where the temporary folder is made.
+
+    Yields:
+        The session, stamped not for release.
     """
     pictures = RunSplits(train, train, None, held_out=False)
     learner = learner or whole_learner(config, pictures)
@@ -168,22 +204,22 @@ def session_on(
 
 
 def whole_learner(config: RunConfig, pictures: RunSplits) -> Learner:
-    """The configured model, all of it trained in one phase, on pictures."""
+    """Make the configured model, all of it trained in one stage, on images instead of cached features."""
     return make_learner(config.model_copy(update={"transfer": None, "cache_features": "off"}), pictures, "cpu")
 
 
-def one_phase(network: torch.nn.Module) -> Learner:
-    """A network of ours, all of it trained in one phase."""
+def one_stage(network: torch.nn.Module) -> Learner:
+    """Wrap a network whose parameters are all trained in one stage."""
     trained = frozenset(name for name, value in network.named_parameters() if value.requires_grad)
     return Learner(network, (Stage(0, trained, network),))
 
 
-def made_up_pictures(count: int, image_shape: tuple[int, int, int], *, seed: int) -> NDArray[np.uint8]:
-    """Noise: the same for everybody."""
+def synthetic_images(count: int, image_shape: tuple[int, int, int], *, seed: int) -> NDArray[np.uint8]:
+    """Return (count, channels, height, width) uniform noise, the same for equal seeds."""
     return np.random.default_rng(seed).integers(0, 256, size=(count, *image_shape), dtype=np.uint8)
 
 
-def made_up_store(
+def synthetic_store(
     config: RunConfig,
     images: NDArray[np.uint8],
     *,
@@ -191,7 +227,7 @@ def made_up_store(
     labels: NDArray[np.int64] | None = None,
     unit_names: list[str] | None = None,
 ) -> ImageStore:
-    """A store over made-up pictures; unless told, labels (or masks, where that is the task) are made up too."""
+    """Return a store of synthetic images; labels (or masks, for segmentation) are random unless given."""
     shape = (len(images), *images.shape[2:]) if config.task == "segmentation" else (len(images),)
     drawn = np.random.default_rng(len(images)).integers(0, num_classes, size=shape)
     return store_of_arrays(

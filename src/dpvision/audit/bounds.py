@@ -1,28 +1,30 @@
-"""A lower bound on epsilon from one training run: guesses on which canaries were in it (Steinke et al. 2023). No torch.
+"""The statistics of audits: lower bounds on epsilon, and the success of membership attacks. No torch.
 
-Each of m canaries is put into the data by its own fair coin. Whoever sees the model then guesses r of the coins. If
-training is (epsilon, delta)-private for adding or removing one unit, the number of right guesses is hardly larger than
-a Binomial(r, e^epsilon / (1 + e^epsilon)) variable: many right guesses refute the epsilon.
+``one_run_bound`` turns the scores of canaries of one training run into a proved lower bound on epsilon (Steinke, Nasr
+and Jagielski 2023). Each of m canaries is put into the data by its own fair coin, and the auditor guesses r of the
+coins. If training is (epsilon, delta)-private for adding or removing one unit, the number of right guesses is hardly
+larger than a Binomial(r, e^epsilon / (1 + e^epsilon)) variable, so many right guesses refute the epsilon.
 
-An estimate of the privacy loss from how far the scores of canaries lie apart. An estimate, not a bound. No torch.
+``gaussian_estimate`` assumes Gaussian scores: then an attacker faces the trade-off of Gaussian differential privacy
+with mu = distance of the means / standard deviation. It is an estimate, not a bound: it may raise an alarm, never
+certify.
 
-If scores with and without a canary are Gaussian, an attacker faces the trade-off of Gaussian differential privacy with
-mu = distance of the means / standard deviation. Noisy training over many steps is close to that, and no proof says
-how close it is in one run: so this may raise an alarm, but never certify anything.
+``attack_metrics`` measures how well scores tell members from others: ROC, area, true positives at few false ones.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
 from dpvision.accounting.pld import gaussian_deltas
-from dpvision.errors import ArgumentError, Problems
+from dpvision.errors import ArgumentError, DataError, Problems
 
 GUESSED_SHARES = (1.0, 0.5, 0.25, 0.125)
 """Shares of the canaries that are guessed, fixed before any score is seen. Trying several costs confidence."""
@@ -33,9 +35,9 @@ _PRECISION = 1e-6
 @final
 @dataclass(frozen=True, kw_only=True)
 class OneRunBound:
-    """What the guesses prove: with ``confidence``, training is not (epsilon, delta)-private below ``epsilon_lower``.
+    """A proved statement: with ``confidence``, training is not (epsilon, delta)-private below ``epsilon_lower``.
 
-    ``largest_refutable`` is what the same canaries would have given had every guess been right.
+    ``largest_refutable`` is the bound that the same canaries would give if every guess were right.
     """
 
     canaries: int
@@ -48,10 +50,21 @@ class OneRunBound:
 
 
 def p_value(*, canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """The most that the probability of so many right guesses can be under (epsilon, delta) privacy.
+    """Bound the probability of at least ``right`` right guesses under (epsilon, delta) privacy.
 
-    Guarantee: holds for every training procedure, every way to score and any dependence between canaries
-    (Steinke, Nasr and Jagielski 2023, Theorem 5.2 and Corollary 5.4).
+    Args:
+        canaries: Canaries that were included by a fair coin each.
+        guesses: Guesses that were made, at most ``canaries``.
+        right: Right guesses.
+        epsilon: The claimed epsilon, at least 0.
+        delta: The claimed delta, in [0, 1).
+
+    Returns:
+        An upper bound on the p-value, at most 1.
+
+    Guarantee:
+        Holds for every training procedure, every score and any dependence between canaries (Steinke, Nasr and
+        Jagielski 2023, Theorem 5.2 and Corollary 5.4).
     """
     rate = 1 / (1 + math.exp(-epsilon))
     tail = float(stats.binom.sf(right - 1, guesses, rate))
@@ -64,10 +77,24 @@ def p_value(*, canaries: int, guesses: int, right: int, epsilon: float, delta: f
 
 
 def epsilon_lower_bound(*, canaries: int, guesses: int, right: int, delta: float, confidence: float) -> float:
-    """The largest epsilon that so many right guesses refute with this confidence; 0 if none.
+    """Find the largest epsilon that the guesses refute at this confidence.
 
-    Guarantee: what is returned is refuted itself, and with it everything below, because privacy at a smaller epsilon
-    implies privacy at this one.
+    Args:
+        canaries: Canaries that were included by a fair coin each, at least 1.
+        guesses: Guesses that were made, at most ``canaries``.
+        right: Right guesses, at most ``guesses``.
+        delta: The delta of the claim, in [0, 1).
+        confidence: Confidence of the bound, in (0, 1).
+
+    Returns:
+        Epsilon, to within 1e-6; 0 if no epsilon is refuted.
+
+    Raises:
+        ArgumentError: A value is out of range.
+
+    Guarantee:
+        The returned epsilon is itself refuted, and so is every smaller one, because privacy at a smaller epsilon
+        implies privacy at this one.
     """
     problems = Problems()
     problems.count("canaries", canaries)
@@ -94,10 +121,20 @@ def epsilon_lower_bound(*, canaries: int, guesses: int, right: int, delta: float
 def one_run_bound(
     scores: NDArray[np.float64], included: NDArray[np.bool_], *, delta: float, confidence: float = 0.95
 ) -> OneRunBound:
-    """The best bound over a few fixed numbers of guesses: the highest scores are called in, the lowest out.
+    """Compute the best bound over a few fixed numbers of guesses: the highest scores are called in, the lowest out.
 
-    Guarantee: the confidence is split evenly over the numbers that are tried (Bonferroni), so that picking the best
-    of them is honest.
+    Args:
+        scores: One score per canary; larger means more likely included.
+        included: Whether each canary was included.
+        delta: The delta of the claim, in [0, 1).
+        confidence: Confidence of the bound, in (0, 1).
+
+    Returns:
+        The bound with the number of guesses that gave it.
+
+    Guarantee:
+        The confidence is split evenly over the numbers of guesses that are tried (Bonferroni), so choosing the best of
+        them is valid.
     """
     canaries = len(scores)
     order = np.argsort(scores, kind="stable")
@@ -121,8 +158,7 @@ def one_run_bound(
     )
 
 
-_FEWEST = 10
-_PRECISION_of_gaussian = 1e-9
+_FEWEST_CANARIES = 10
 
 
 @final
@@ -139,7 +175,18 @@ class GaussianEstimate:
 
 
 def gaussian_epsilon(mu: float, *, delta: float) -> float:
-    """The epsilon of Gaussian privacy ``mu`` at ``delta``: 0 where delta alone covers it."""
+    """Compute epsilon of Gaussian differential privacy.
+
+    Args:
+        mu: The shift, at least 0.
+        delta: The delta, in (0, 1).
+
+    Returns:
+        Epsilon; 0 where delta alone covers the shift.
+
+    Raises:
+        ArgumentError: A value is out of range.
+    """
     problems = Problems()
     problems.not_negative("mu", mu)
     problems.probability("delta", delta)
@@ -152,7 +199,7 @@ def gaussian_epsilon(mu: float, *, delta: float) -> float:
         return 0.0
     # delta(epsilon) <= Phi(mu / 2 - epsilon / mu), so that epsilon is at most this.
     low, high = 0.0, mu * mu / 2 + mu * float(-stats.norm.ppf(delta)) + 1
-    while high - low > _PRECISION_of_gaussian * high:
+    while high - low > 1e-9 * high:
         middle = (low + high) / 2
         low, high = (middle, high) if excess(middle) > 0 else (low, middle)
     return low
@@ -161,13 +208,25 @@ def gaussian_epsilon(mu: float, *, delta: float) -> float:
 def gaussian_estimate(
     scores: NDArray[np.float64], included: NDArray[np.bool_], *, delta: float, confidence: float = 0.999
 ) -> GaussianEstimate:
-    """Mu from the scores of canaries that were in and of those that were not.
+    """Estimate mu from the scores of included and excluded canaries.
 
-    The limit counts the error of the means and of the deviation (delta method); 0 if they can't be told apart.
+    Args:
+        scores: One score per canary.
+        included: Whether each canary was included; at least ten on either side.
+        delta: The delta at which epsilon is stated.
+        confidence: One-sided confidence of the lower limits.
+
+    Returns:
+        Estimates and lower limits. The limits count the error of the means and of the deviation (delta method).
+
+    Raises:
+        ArgumentError: There are fewer than ten canaries on a side.
     """
     inside, outside = scores[included], scores[~included]
-    if min(len(inside), len(outside)) < _FEWEST:
-        raise ArgumentError(f"an estimate needs at least {_FEWEST} canaries on either side. Use more canaries.")
+    if min(len(inside), len(outside)) < _FEWEST_CANARIES:
+        raise ArgumentError(
+            f"an estimate needs at least {_FEWEST_CANARIES} canaries on either side. Use more canaries."
+        )
     variances = float(inside.var(ddof=1)), float(outside.var(ddof=1))
     pooled = sum(variances) / 2
     gap = float(inside.mean() - outside.mean())
@@ -186,3 +245,149 @@ def gaussian_estimate(
         delta=delta,
         confidence=confidence,
     )
+
+
+FALSE_POSITIVE_RATES: Final = (0.001, 0.01, 0.1)
+ROC_POINTS: Final = 200
+CONFIDENCE: Final = 0.95
+_FEWEST_SCORES: Final = 2
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AtRate:
+    """The true-positive rate at a false-positive rate, with its 95 % interval."""
+
+    false_positive_rate: float
+    true_positive_rate: float
+    low: float
+    high: float
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Attack:
+    """The success of one attack. ``area`` is 0.5 for guessing; ``roc`` are (false, true) positive rates."""
+
+    members: int
+    others: int
+    area: float
+    area_low: float
+    area_high: float
+    at_rates: tuple[AtRate, ...]
+    roc: tuple[tuple[float, float], ...]
+
+
+def attack_metrics(members: NDArray[np.float64], others: NDArray[np.float64]) -> Attack:
+    """Measure how well a threshold on scores separates members from others.
+
+    The threshold for a false-positive rate is taken from the scores of the others; ties with it are not accused. With
+    fewer others than one over the rate, no false positive is allowed at all.
+
+    Args:
+        members: Scores of members; any number that tends to be larger for members.
+        others: Scores of non-members.
+
+    Returns:
+        Area under the curve and true-positive rates, with 95 % intervals.
+
+    Raises:
+        DataError: There are fewer than two scores on a side.
+    """
+    if min(len(members), len(others)) < _FEWEST_SCORES:
+        raise DataError(
+            f"an attack needs at least {_FEWEST_SCORES} members and as many others, "
+            f"got {len(members)} and {len(others)}."
+        )
+    area = _area(members, others)
+    error = _area_error(members, others)
+    reach = float(stats.norm.ppf((1 + CONFIDENCE) / 2)) * error
+    return Attack(
+        members=len(members),
+        others=len(others),
+        area=area,
+        area_low=max(0.0, area - reach),
+        area_high=min(1.0, area + reach),
+        at_rates=tuple(_at_rate(members, others, rate) for rate in FALSE_POSITIVE_RATES),
+        roc=_roc(members, others),
+    )
+
+
+def metrics_by_class(
+    members: tuple[NDArray[np.float64], NDArray[np.int64]],
+    others: tuple[NDArray[np.float64], NDArray[np.int64]],
+    class_names: Sequence[str],
+) -> dict[str, Attack | None]:
+    """Measure the attack on each class by itself, given (scores, labels); None where there are too few images."""
+    found: dict[str, Attack | None] = {}
+    for number, name in enumerate(class_names):
+        inside, outside = members[0][members[1] == number], others[0][others[1] == number]
+        enough = min(len(inside), len(outside)) >= _FEWEST_SCORES
+        found[name] = attack_metrics(inside, outside) if enough else None
+    return found
+
+
+def _area(members: NDArray[np.float64], others: NDArray[np.float64]) -> float:
+    """Return the probability that a member scores higher than another, ties counted half."""
+    return float(_shares_below(members, others).mean())
+
+
+def _area_error(members: NDArray[np.float64], others: NDArray[np.float64]) -> float:
+    """Return the standard error of the area (DeLong)."""
+    beaten = _shares_below(members, others)
+    losing = 1 - _shares_below(others, members)
+    return math.sqrt(float(beaten.var(ddof=1)) / len(members) + float(losing.var(ddof=1)) / len(others))
+
+
+def _shares_below(values: NDArray[np.float64], of: NDArray[np.float64]) -> NDArray[np.float64]:
+    ordered = np.sort(of)
+    below, not_above = np.searchsorted(ordered, values, "left"), np.searchsorted(ordered, values, "right")
+    return (below + not_above) / (2 * len(of))
+
+
+def _at_rate(members: NDArray[np.float64], others: NDArray[np.float64], rate: float) -> AtRate:
+    allowed = math.floor(rate * len(others))
+    threshold = np.sort(others)[::-1][allowed] if allowed < len(others) else -math.inf
+    caught = int((members > threshold).sum())
+    interval = stats.binomtest(caught, len(members)).proportion_ci(CONFIDENCE)
+    return AtRate(
+        false_positive_rate=rate,
+        true_positive_rate=caught / len(members),
+        low=float(interval.low),
+        high=float(interval.high),
+    )
+
+
+def _roc(members: NDArray[np.float64], others: NDArray[np.float64]) -> tuple[tuple[float, float], ...]:
+    """Return points of the curve at evenly spaced ranks of all scores."""
+    scores = np.unique(np.concatenate([members, others]))[::-1]
+    chosen = scores[np.unique(np.linspace(0, len(scores) - 1, min(ROC_POINTS, len(scores))).astype(int))]
+    points = ((float((others >= t).mean()), float((members >= t).mean())) for t in chosen)
+    return ((0.0, 0.0), *points)
+
+
+_LEAST_DEVIATION: Final = 1e-6
+
+
+def likelihood_ratio(
+    target: NDArray[np.float64], confidences: NDArray[np.float64], included: NDArray[np.bool_]
+) -> NDArray[np.float64]:
+    """Return, for each image, the log likelihood ratio of the target's confidence with and without the image.
+
+    Means are per image; with few shadow models a deviation per image is mostly error, so one is shared.
+
+    Args:
+        target: Confidence of the attacked model in each image.
+        confidences: (shadows, images) confidences of the shadow models.
+        included: (shadows, images) whether the image was in that model's training data.
+    """
+    inside, outside = (np.where(which, confidences, np.nan) for which in (included, ~included))
+    means = np.nanmean(inside, axis=0), np.nanmean(outside, axis=0)
+    spreads = [
+        max(_LEAST_DEVIATION, float(np.sqrt(np.nanmean(np.square(values - mean)))))
+        for values, mean in zip((inside, outside), means, strict=True)
+    ]
+    logs = [
+        -0.5 * np.square((target - mean) / spread) - np.log(spread) for mean, spread in zip(means, spreads, strict=True)
+    ]
+    return logs[0] - logs[1]

@@ -1,4 +1,7 @@
-"""Canaries: units that are made to be found. Who trains with some of them, chosen by coins, can see what leaks.
+"""Canaries: units that are easy to detect. Training with a random half of them bounds epsilon from below.
+
+In a white-box audit the canaries are planted gradients, each along its own weight; in a black-box audit they are
+synthetic images with random labels, and only the loss of the final model is seen. ``bounds`` turns scores into epsilon.
 
 Shapes: N rows, K classes, M canaries.
 """
@@ -19,10 +22,10 @@ from dpvision.accounting import Charges, guarantee
 from dpvision.audit.audited_runs import (
     PLAIN_SGD,
     Subject,
-    made_up_pictures,
-    made_up_store,
-    one_phase,
+    one_stage,
     session_on,
+    synthetic_images,
+    synthetic_store,
     whole_learner,
     with_plain_sgd,
 )
@@ -38,7 +41,7 @@ from dpvision.training.trainer import Session, take_step
 
 Sight = Literal["white", "black"]
 OTHERS: Final = 32
-"""Units that are no canaries. How many there are can't change the guarantee, so there are few."""
+"""Number of units that are not canaries. It does not affect the guarantee, so it is small."""
 
 _MICROBATCH: Final = 128
 _STEEP: Final = 1e6
@@ -49,9 +52,10 @@ _IMAGES_SEED, _CANARIES_SEED = 1, 2
 @final
 @dataclass(frozen=True, kw_only=True)
 class CanaryAudit:
-    """What one training run with canaries showed. ``epsilon_claimed`` is that of the run's own ledger.
+    """The result of one training run with canaries. ``epsilon_claimed`` is computed from the run's own ledger.
 
-    ``mu_claimed`` is how far the scores of planted gradients lie apart if the ledger is right; None for other scores.
+    ``mu_claimed`` is the expected distance of the scores of planted gradients if the ledger is right; None in a
+    black-box audit.
     """
 
     sight: Sight
@@ -75,11 +79,11 @@ class CanaryAudit:
 
 @final
 class WithCanaries(nn.Module):
-    """A classifier with one more weight a canary: the gradient of canary i points along weight i and nowhere else.
+    """A classifier with one extra weight per canary: the gradient of canary i points along weight i only.
 
-    It adds a class for each canary, and a row with that label is the canary. The score of such a class is always the
-    same tiny number, so that no other row sees it (its probability is exactly zero); only its gradient is steep, far
-    steeper than that of the network's own weights, so that a clipped canary is clip_norm long along its own weight.
+    It adds a class for each canary; a row with that label is the canary. The score of such a class is a constant so low
+    that its probability is exactly zero, and other rows do not see it. Its gradient is much larger than that of the
+    network's own weights, so a clipped canary has norm clip_norm along its own weight.
     """
 
     def __init__(self, network: nn.Module, canaries: int) -> None:
@@ -104,11 +108,22 @@ def audit_with_canaries(
     confidence: float = 0.95,
     on_step: Callable[[int, int], None] | None = None,
 ) -> CanaryAudit:
-    """Train once with about half of the canaries and try to tell which half.
+    """Train once with about half of the canaries, and try to tell which half.
 
-    In ``white`` sight the auditor plants gradients and reads the weights; in ``black`` sight the canaries are pictures
-    with labels at random, and only their loss under the final model is seen. Coins and training draw from ``keys``
-    (fresh ones unless given). The step path is that of training, and so is the ledger whose epsilon is tested.
+    Args:
+        subject: Settings to audit. Steps and ledger are those of ordinary training.
+        canaries: Number of canaries, at least 40.
+        sight: ``white``: plant gradients and read the weights; ``black``: plant images with random labels and read
+            their loss under the final model.
+        keys: Randomness of coins and training; fresh keys by default.
+        confidence: Confidence of the lower bound, in (0, 1).
+        on_step: Called after each step with the steps done and planned.
+
+    Returns:
+        The lower bound and the Gaussian estimate, beside what the ledger claims.
+
+    Raises:
+        ArgumentError: A value is out of range, or black-box canaries are asked for with masks.
     """
     problems = Problems()
     problems.count("canaries", canaries, least=40)
@@ -134,13 +149,13 @@ OnStep = Callable[[int, int], None] | None
 
 
 def _white(subject: Subject, included: NDArray[np.bool_], keys: Keys, on_step: OnStep) -> Scores:
-    """What every step did to each canary's own weight, weighed as the claimed mechanism would have it."""
+    """Score each canary by what every step did to its own weight, under the claimed mechanism."""
     config, classes, count = _readable(subject), subject.num_classes, len(included)
-    others = made_up_pictures(OTHERS, subject.image_shape, seed=_IMAGES_SEED)
-    base = made_up_store(config, others, num_classes=classes)
+    others = synthetic_images(OTHERS, subject.image_shape, seed=_IMAGES_SEED)
+    base = synthetic_store(config, others, num_classes=classes)
     black = np.zeros((int(included.sum()), *subject.image_shape), dtype=np.uint8)
     labels = np.concatenate([base.labels.numpy(), classes + np.flatnonzero(included)])
-    store = made_up_store(config, np.concatenate([others, black]), num_classes=classes + count, labels=labels)
+    store = synthetic_store(config, np.concatenate([others, black]), num_classes=classes + count, labels=labels)
     network = WithCanaries(whole_learner(config, RunSplits(base, base, None, held_out=False)).model, count)
     weights = [np.zeros(count)]
 
@@ -149,24 +164,24 @@ def _white(subject: Subject, included: NDArray[np.bool_], keys: Keys, on_step: O
         if on_step is not None:
             on_step(done, steps)
 
-    with session_on(config, store, keys=keys, learner=one_phase(network.train())) as session:
+    with session_on(config, store, keys=keys, learner=one_stage(network.train())) as session:
         _train(session, read)
         sums = np.diff(weights, axis=0) / (PLAIN_SGD.learning_rate / config.mechanism.divisor)
         return likelihood_scores(sums / config.mechanism.clip_norm, config.mechanism.step_event), _charges(session)
 
 
 def _black(subject: Subject, included: NDArray[np.bool_], keys: Keys, on_step: OnStep) -> Scores:
-    """How well the final model knows each canary: minus its loss."""
+    """Score each canary by minus its loss under the final model."""
     config, classes = subject.config, subject.num_classes
     if config.task != "classification":
-        raise ArgumentError("black-box canaries are mislabelled pictures, so the task must be classification.")
-    others = made_up_store(
-        config, made_up_pictures(OTHERS, subject.image_shape, seed=_IMAGES_SEED), num_classes=classes
+        raise ArgumentError("black-box canaries are mislabelled images, so the task must be classification.")
+    others = synthetic_store(
+        config, synthetic_images(OTHERS, subject.image_shape, seed=_IMAGES_SEED), num_classes=classes
     )
-    planted = made_up_store(
-        config, made_up_pictures(len(included), subject.image_shape, seed=_CANARIES_SEED), num_classes=classes
+    planted = synthetic_store(
+        config, synthetic_images(len(included), subject.image_shape, seed=_CANARIES_SEED), num_classes=classes
     )
-    store = made_up_store(
+    store = synthetic_store(
         config,
         np.concatenate([others.images.numpy(), planted.images.numpy()[included]]),
         num_classes=classes,
@@ -178,15 +193,15 @@ def _black(subject: Subject, included: NDArray[np.bool_], keys: Keys, on_step: O
 
 
 def likelihood_scores(sums: NDArray[np.float64], event: Event) -> NDArray[np.float64]:
-    """How much likelier noisy sums (steps, canaries), in clip norms, are with the canary than without: a logarithm.
+    """Return the log likelihood ratio, with against without each canary, of noisy sums (steps, canaries) in clip norms.
 
-    No test of the claimed mechanism is stronger (Neyman and Pearson).
+    No test of the claimed mechanism is more powerful (Neyman and Pearson).
     """
     return log_ratio(sums, event).sum(0)
 
 
 def log_ratio(sums: NDArray[np.float64], event: Event) -> NDArray[np.float64]:
-    """The same for single numbers."""
+    """Return the log likelihood ratio of each noisy sum by itself."""
     exponent = (sums - 0.5) / event.noise_multiplier**2
     if event.sample_rate == 1:
         return exponent
@@ -194,7 +209,7 @@ def log_ratio(sums: NDArray[np.float64], event: Event) -> NDArray[np.float64]:
 
 
 def expected_mu(charges: Charges) -> float:
-    """How far scores with and without a canary lie apart, in deviations, if exactly these steps were taken.
+    """Return the distance of scores with and without a canary, in standard deviations, if the charges are right.
 
     By quadrature over one step's noise; means and variances of independent steps add up.
     """
@@ -212,7 +227,7 @@ def expected_mu(charges: Charges) -> float:
 
 
 def final_losses(session: Session, store: ImageStore) -> NDArray[np.float64]:
-    """The loss of each row under the weights that would be released, averaged ones where there are any."""
+    """Return the loss of each row under the weights that would be released (averaged ones, if there are any)."""
     replaced = session.optimizer.averaged_parameters() or {}
     network = session.model.eval()
     found: list[Tensor] = []
@@ -224,9 +239,9 @@ def final_losses(session: Session, store: ImageStore) -> NDArray[np.float64]:
 
 
 def _readable(subject: Subject) -> RunConfig:
-    """The settings with plain SGD, in small micro-batches, because a row has as many scores as there are canaries.
+    """Return the settings with plain SGD in small micro-batches, because a row has one score per canary.
 
-    Models that give maps are replaced by a linear classifier, for the mechanism is the same.
+    Segmentation models are replaced by a linear classifier; the mechanism is the same.
     """
     performance = subject.config.performance.model_copy(update={"microbatch_size": _MICROBATCH})
     config = with_plain_sgd(subject.config).model_copy(update={"performance": performance})
@@ -245,5 +260,5 @@ def _train(session: Session, on_step: OnStep) -> None:
 
 
 def _charges(session: Session) -> Charges:
-    """What the ledger on disk says that the run has spent."""
+    """Read the charges of the run from its ledger on disk."""
     return charges_of(read_ledger(session.folder.ledger_path))

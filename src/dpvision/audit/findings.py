@@ -1,4 +1,8 @@
-"""Results as documents: figures, what they show, and what they do not. Only the harmless ones may leave the house."""
+"""Audit results as documents: values, what they show, and what they do not show.
+
+Documents on synthetic images may be attached to a release. Results of membership inference are computed from private
+images and stay in ``private/``.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,15 @@ _MEMBERSHIP_LIMITS = (
 
 
 def mechanism_document(subject: Subject, checks: Iterable[Check]) -> Document:
-    """The mechanism test: nothing about anybody's pictures."""
+    """Describe the checks of the step path. Contains nothing about private images.
+
+    Args:
+        subject: The settings that were tested.
+        checks: The results of ``check_mechanism``.
+
+    Returns:
+        A document for ``attach_audits``.
+    """
     rows = [asdict(check) for check in checks]
     return {
         "kind": "mechanism",
@@ -60,7 +72,15 @@ def mechanism_document(subject: Subject, checks: Iterable[Check]) -> Document:
 
 
 def canary_document(subject: Subject, audit: CanaryAudit) -> Document:
-    """The canary audit: made-up pictures only, so nothing about anybody's."""
+    """Describe a canary audit. Contains nothing about private images.
+
+    Args:
+        subject: The settings that were audited.
+        audit: The result of ``audit_with_canaries``.
+
+    Returns:
+        A document for ``attach_audits``.
+    """
     bound, estimate = audit.bound, audit.estimate
     if audit.refuted:
         shows = (
@@ -95,7 +115,15 @@ def canary_document(subject: Subject, audit: CanaryAudit) -> Document:
 
 
 def membership_document(audits: Iterable[MembershipAudit], certificate: Mapping[str, Any]) -> Document:
-    """The attacks on a finished run, beside what its certificate allows. Private."""
+    """Describe attacks on a finished run, beside the bound that its certificate proves.
+
+    Args:
+        audits: Results of ``loss_attack`` and ``shadow_attack``.
+        certificate: The run's certificate.
+
+    Returns:
+        A private document: for ``keep_private`` only.
+    """
     rows = [audit.to_dict() for audit in audits]
     profile = proved_profile(parse_certificate(certificate))
     return {
@@ -110,7 +138,7 @@ def membership_document(audits: Iterable[MembershipAudit], certificate: Mapping[
 
 
 def settings_of(subject: Subject) -> Document:
-    """What was audited: public settings."""
+    """Return the public settings that were audited."""
     config = subject.config
     return {
         "name": subject.name,
@@ -124,9 +152,20 @@ def settings_of(subject: Subject) -> Document:
 
 
 def attach_audits(run: Path, documents: Iterable[Document]) -> Path:
-    """Put audits into ``release/audit.json``, named by the certificate; an earlier one of the same kind gives way.
+    """Add audits to ``release/audit.json`` and name it in the certificate; replaces earlier audits of the same kind.
 
-    Guarantee: refuses what tells anything about private pictures.
+    Args:
+        run: The run's folder.
+        documents: Documents of canary audits and mechanism checks.
+
+    Returns:
+        Path of the attached file.
+
+    Raises:
+        ArgumentError: A document was computed from private images.
+
+    Guarantee:
+        Nothing that was computed from private images enters the release.
     """
     documents = list(documents)
     private = [document["kind"] for document in documents if "settings" not in document]
@@ -144,7 +183,15 @@ def attach_audits(run: Path, documents: Iterable[Document]) -> Path:
 
 
 def keep_private(run: Path, document: Document) -> Path:
-    """Write figures that were computed from private pictures into ``private/``, where nobody publishes them."""
+    """Write results that were computed from private images into ``private/``, which is never published.
+
+    Args:
+        run: The run's folder.
+        document: The document.
+
+    Returns:
+        Path of the file.
+    """
     with RunFolder.open(run) as folder:
         folder.write_unsafe("membership", document)
         return folder.private / "unsafe_membership.json"

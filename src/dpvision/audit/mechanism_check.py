@@ -1,7 +1,7 @@
-"""The step path under test: neighbouring inputs go in, and what comes out must be what the mechanism promises.
+"""Tests of the step path: sensitivity, noise scale and independence, sampling rate, and charges.
 
-Every check goes through ``take_step``, the very function that trains: draws, clipped sum, charge, noise. Only the
-optimizer at its end is replaced by one that listens. A check's false-alarm rate is at most ``FALSE_ALARM``.
+Every check goes through ``take_step``, the function that trains: draw, clipped sum, charge, noise. Only the optimizer
+is replaced, by one that records the noisy gradients. The false-alarm rate of each check is at most ``FALSE_ALARM``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from dpvision.audit.audited_runs import Subject, made_up_pictures, made_up_store, session_on
+from dpvision.audit.audited_runs import Subject, session_on, synthetic_images, synthetic_store
 from dpvision.config import RunConfig, ViewsConfig
 from dpvision.data import ImageStore
 from dpvision.gradients.clipped_sum import clipped_sum_of_batch
@@ -31,7 +31,7 @@ from dpvision.training.trainer import Session, take_step
 
 FALSE_ALARM: Final = 1e-6
 DRAWS_FOR_ONE_PERCENT: Final = 400_000
-"""So many normals find a standard deviation that is 1 % wrong, with a probability of 99.9 %."""
+"""This many normals detect a standard deviation that is 1 % wrong with probability 99.9 %."""
 
 SENSITIVITY_SLACK: Final = 1e-5
 PAIRS: Final = 6
@@ -41,7 +41,7 @@ Sums = dict[str, NDArray[np.float64]]
 _UNITS: Final = 24
 _TRIES: Final = 3
 _REACHED: Final[dict[Clipping, float]] = {"flat": 0.999, "automatic": 0.9, "per_layer": 0.5}
-"""How far a unit must move the sum for the clip to be at work: below, it may just be short."""
+"""How far, in clip norms, a unit must move the sum to show that clipping is active."""
 
 _SAMPLING_STEPS: Final = 2000
 _COMPARED: Final = 4096
@@ -52,7 +52,7 @@ _MOST_TENSORS: Final = 64
 @final
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried, whether it held, and the figure that decided."""
+    """One check: what was tested, whether it passed, and the number that decided."""
 
     name: str
     passed: bool
@@ -61,7 +61,7 @@ class Check:
 
 @final
 class Listener:
-    """Stands where the optimizer stands and notes every noisy gradient; the weights stay as they are."""
+    """A replacement for the optimizer that records every noisy gradient and leaves the weights unchanged."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -69,7 +69,7 @@ class Listener:
         self.uncharged = 0
 
     def step(self, grad: PrivateGrad) -> None:
-        """Note the gradient, scaled back to the sum, and whether the ledger on disk has a charge for it."""
+        """Record the gradient, scaled back to the sum, and whether the ledger on disk has a charge for it."""
         divisor = self._session.config.mechanism.divisor
         self.heard.append({name: value.double().numpy() * divisor for name, value in grad.gradients.items()})
         # Read as bytes: to parse the whole ledger at every step would take longer than all the steps.
@@ -80,12 +80,19 @@ class Listener:
 def check_mechanism(
     subject: Subject, *, keys: Keys | None = None, draws: int = DRAWS_FOR_ONE_PERCENT, pairs: int = PAIRS
 ) -> list[Check]:
-    """All checks of the step path under the subject's settings, on a few made-up units.
+    """Run all checks of the step path under the subject's settings, on a few synthetic units.
 
-    ``draws`` is about how many normals are looked at, ``pairs`` how many neighbours of each kind.
+    Sample rate, divisor and number of units are those of the synthetic data. Model, clipping, clip norm, noise
+    multiplier, views and rows per unit are the subject's own; several views and several rows are tested as well.
 
-    Rate, divisor and number of units are those of the made-up data; model, clipping, clip norm, noise multiplier,
-    views and rows of a unit are the subject's own, and units with several views and several rows are tried as well.
+    Args:
+        subject: Settings to test.
+        keys: Randomness; fresh keys by default.
+        draws: About how many normals the noise checks use.
+        pairs: How many pairs of neighbours of each kind the sensitivity checks use.
+
+    Returns:
+        One entry per check.
     """
     keys = keys or Keys.from_os_entropy()
     # Neighbours are compared with everybody drawn, so that the one who joins always shows.
@@ -95,7 +102,7 @@ def check_mechanism(
 
 
 def _small(config: RunConfig, *, rate: float) -> RunConfig:
-    """The settings on a few units, drawn at that rate, with steps to spare."""
+    """Return the settings on a few units, drawn at that rate, with more steps than are taken."""
     plan = {"num_units": _UNITS, "expected_batch_size": _UNITS * rate, "steps": 10**6, "target_epsilon": None}
     return config.model_copy(update={"privacy": config.privacy.model_copy(update=plan)})
 
@@ -121,7 +128,7 @@ def _sensitivity_checks(subject: Subject, keys: Keys, pairs: int) -> Iterator[Ch
 
 
 def _sensitivity(subject: Subject, keys: Keys, *, name: str, pairs: int) -> Check:
-    """How far one more unit moves the sum, in clip norms. The clip norm is lowered until units reach it."""
+    """Check how far one more unit moves the sum, in clip norms. The clip norm is lowered until units reach it."""
     privacy = subject.config.privacy
     clip_norm = subject.config.mechanism.clip_norm
     reached = _REACHED[privacy.clipping]
@@ -143,12 +150,12 @@ def _sensitivity(subject: Subject, keys: Keys, *, name: str, pairs: int) -> Chec
 
 
 def _moves(subject: Subject, keys: Keys, pairs: int) -> tuple[list[float], bool]:
-    """Distances between the noisy sums of neighbours under equal keys: the noise is the same and cancels."""
+    """Return distances between noisy sums of neighbours under equal keys, where the noise is the same and cancels."""
     drawn = subject.config.data.rows_per_unit or 1
     rows = drawn + 1 if drawn > 1 else 1
     shape = subject.image_shape
-    others = made_up_pictures(_UNITS * rows, shape, seed=3)
-    extras = np.stack([np.zeros(shape, np.uint8), np.full(shape, 255, np.uint8), *made_up_pictures(2, shape, seed=4)])
+    others = synthetic_images(_UNITS * rows, shape, seed=3)
+    extras = np.stack([np.zeros(shape, np.uint8), np.full(shape, 255, np.uint8), *synthetic_images(2, shape, seed=4)])
     without, bill = _sums(subject, others, keys, rows=rows, pairs=pairs)
     moved: list[float] = []
     same_bill = True
@@ -165,14 +172,14 @@ def _moves(subject: Subject, keys: Keys, pairs: int) -> tuple[list[float], bool]
 def _sums(
     subject: Subject, images: NDArray[np.uint8], keys: Keys, *, rows: int, pairs: int
 ) -> tuple[list[Sums], bytes]:
-    """The noisy sums of some steps, each at other weights, and the ledger that was written."""
+    """Return the noisy sums of several steps, each at other weights, and the ledger that was written."""
     config = subject.config
     if config.task == "segmentation":
         labels = (images[:, 0] > np.uint8(127)).astype(np.int64)
     else:  # by place, so that those of the others stay when a unit joins
         labels = np.arange(len(images)) % subject.num_classes
     names = [f"unit {row // rows}" for row in range(len(images))]
-    store = made_up_store(config, images, num_classes=subject.num_classes, labels=labels, unit_names=names)
+    store = synthetic_store(config, images, num_classes=subject.num_classes, labels=labels, unit_names=names)
     with _listened(config, store, keys) as (session, listener):
         for step in range(pairs):
             _move_weights(session, step)
@@ -181,7 +188,7 @@ def _sums(
 
 
 def _move_weights(session: Session, step: int) -> None:
-    """Other weights in every step, the same for both neighbours."""
+    """Change the weights before a step, in the same way for both neighbours."""
     generator = torch.Generator().manual_seed(step)
     with torch.no_grad():
         for parameter in session.model.parameters():
@@ -191,8 +198,8 @@ def _move_weights(session: Session, step: int) -> None:
 
 def _noise_checks(subject: Subject, keys: Keys, draws: int) -> Iterator[Check]:
     config = subject.config
-    images = made_up_pictures(_UNITS, subject.image_shape, seed=5)
-    store = made_up_store(config, images, num_classes=subject.num_classes)
+    images = synthetic_images(_UNITS, subject.image_shape, seed=5)
+    store = synthetic_store(config, images, num_classes=subject.num_classes)
     with _listened(config, store, keys) as (session, listener):
         numbers = sum(value.numel() for value in session.model.parameters() if value.requires_grad)
         clean = [_stepped(session) for _ in range(max(2, min(_MOST_STEPS, -(-draws // numbers))))]
@@ -205,13 +212,13 @@ def _noise_checks(subject: Subject, keys: Keys, draws: int) -> Iterator[Check]:
 
 
 def _residuals(heard: list[Sums], clean: list[Sums], stddev: float) -> Sums:
-    """The noise of every step (steps, numbers), in units of what was promised, by parameter."""
+    """Return the noise of every step (steps, numbers) by parameter, divided by the promised standard deviation."""
     pairs = list(zip(heard, clean, strict=True))
     return {name: np.stack([(one[name] - known[name]).ravel() / stddev for one, known in pairs]) for name in clean[0]}
 
 
 def _stepped(session: Session) -> Sums:
-    """Take a step, and return the clipped sum that should be under its noise."""
+    """Take a step, and return the clipped sum to which its noise was added."""
     mechanism, step = session.config.mechanism, session.step
     take_step(session)
     known = clipped_sum_of_batch(
@@ -234,7 +241,7 @@ def _bill_check(session: Session, listener: Listener, steps: int) -> Check:
 
 
 def _scale_checks(residuals: Sums) -> Iterator[Check]:
-    """Chi-square on all residuals and on each parameter's own; and their mean."""
+    """Test the variance of all residuals and of each parameter's own by chi-square, and their mean."""
     together = np.concatenate([z.ravel() for z in residuals.values()])
     tried = {"all parameters": together, **residuals}
     limit = FALSE_ALARM / len(tried)
@@ -249,7 +256,7 @@ def _scale_checks(residuals: Sums) -> Iterator[Check]:
 
 
 def _independence_checks(residuals: Sums) -> Iterator[Check]:
-    """Products of noise: of every two steps, of every two parameters, and of neighbouring coordinates."""
+    """Test correlations of noise between steps, between parameters and between neighbouring coordinates."""
     joined = np.concatenate([z[:, :_COMPARED] for z in residuals.values()], axis=1)[:, :_COMPARED]
     products = joined @ joined.T / math.sqrt(joined.shape[1])
     over_steps = np.abs(products[np.triu_indices(len(products), 1)])
@@ -268,7 +275,7 @@ def _product(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
 
 
 def _correlation(what: str, standardised: NDArray[np.float64]) -> Check:
-    """Sums of products of independent normals, in standard errors; the limit allows for their heavier tails."""
+    """Test sums of products of independent normals, in standard errors; the limit allows for their heavier tails."""
     largest = float(standardised.max())
     limit = 1.25 * float(stats.norm.isf(FALSE_ALARM / (2 * standardised.size)))
     finding = f"the largest of {standardised.size} correlations is {largest:.2f} standard errors (limit {limit:.2f})"
@@ -276,7 +283,7 @@ def _correlation(what: str, standardised: NDArray[np.float64]) -> Check:
 
 
 def _sampling_checks(session: Session) -> Iterator[Check]:
-    """Who was drawn, against the rate that was charged: how often, and how much the sizes of draws vary."""
+    """Test the draws against the charged rate: how often units join, and how much draw sizes vary."""
     charged = [event.sample_rate for event, _ in charges_of(read_ledger(session.folder.ledger_path))]
     rate, units = min(charged, default=0.0), session.splits.train.num_units
     joined = np.zeros((_SAMPLING_STEPS, units), dtype=np.int64)
