@@ -92,7 +92,7 @@ def test_edits_of_a_large_parameter_are_named_as_those_of_a_small_one(
 def test_a_large_parameter_is_not_copied() -> None:
     layer = nn.Linear(1024, 512)
     watched = watch.TamperGuard(layer, buffers=True)
-    kept = {name: left._bits.nbytes for name, left in watched._left.items()}
+    kept = {name: left.nbytes for name, left in watched._left.items()}
     assert kept["weight"] < layer.weight.nbytes / 100
     assert kept["bias"] == layer.bias.nbytes
 
@@ -103,7 +103,7 @@ def test_parameters_moved_in_parts_end_where_they_end_at_once(
 ) -> None:
     ends = []
     for at_once in (1 << 24, 17, 1):
-        monkeypatch.setattr(optimizer_file, "_AT_ONCE", at_once)
+        monkeypatch.setattr(optimizer_file, "_NUMBERS_AT_ONCE", at_once)
         model = Net()
         optimizer = door(model, settings=OptimizerSettings.model_validate({"learning_rate": 0.1, **settings}))
         for step in range(3):

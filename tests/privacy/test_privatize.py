@@ -20,7 +20,7 @@ from dpvision.privacy import noise
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.noise import Grid, privatize, standard_normals
 from dpvision.privacy.randomness import Keys
-from dpvision.privacy.values import ClippedSum
+from dpvision.privacy.values import ClippedSum, groups_by_size
 
 Normals = NDArray[np.float64]
 KEYS = Keys.from_seed(20)
@@ -158,7 +158,7 @@ def test_parameters_share_a_draw_until_they_are_too_many(last: int) -> None:
     together = noise._TOGETHER
     sizes = {"a": 5, "b": together - 5, "c": 7, "d": together + 1, "e": together, "f": last}
     sets = [("a", "b"), ("c",), ("d",), ("e", "f") if not last else ("e",), *([("f",)] if last else [])]
-    assert list(noise._together(sizes)) == sets
+    assert list(groups_by_size(dict(sorted(sizes.items())), most=together)) == sets
     drawn = noise_of(sizes, 3)
     assert {name: each.size for name, each in drawn.items()} == sizes
     whole = np.concatenate([*drawn.values()])

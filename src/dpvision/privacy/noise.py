@@ -1,4 +1,6 @@
-"""The only place that draws noise: normals with full tails, added on a grid that does not depend on the data.
+"""The Gaussian mechanism: normals with full tails, added on a grid that does not depend on the data.
+
+``privatize`` is the only function that turns a sensitive ``ClippedSum`` into a ``PrivateGrad``.
 
 Two things make a Gaussian mechanism on a computer weaker than on paper. First, generators that cut their tails
 (``torch.randn`` on a CPU never passes 5.768 standard deviations) put a floor under delta. Here the radius of every
@@ -12,7 +14,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -26,11 +27,10 @@ from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.kernels import normals as kernels
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.randomness import Keys, WordStream
-from dpvision.privacy.values import PROOF_OF_NOISE, ClippedSum, PrivateGrad
+from dpvision.privacy.values import PROOF_OF_NOISE, ClippedSum, PrivateGrad, groups_by_size
 
 KEY_BYTES = 32
-GRID_BITS = 30
-"""The grid's spacing is 2⁻³⁰ of the noise's standard deviation, rounded down to a power of two."""
+GRID_BITS = 30  # the grid's spacing is 2⁻³⁰ of the noise's standard deviation, rounded down to a power of two
 
 _PAIRS = 1 << 14  # pairs of normals worked on at once: small enough for the cache
 _TOGETHER = 1 << 18  # numbers in a draw: a draw has a fixed cost, and more would leave the cache
@@ -40,12 +40,19 @@ _LEAST_STDDEV, _MOST_STDDEV = 2.0**-400, 2.0**400  # beyond these the grid would
 
 
 def standard_normals(key: bytes, count: int) -> NDArray[np.float64]:
-    """``count`` independent standard normals, a function of ``key`` and ``count`` alone.
+    """Draw independent standard normals, a function of ``key`` and ``count`` alone.
 
     Box–Muller in float64 on the AES-256-CTR stream of ``key``: 64 bits for the angle, 64 for the radius, and 64 more
     for the radius in the outer 1/2048 of the mass, so that the far tail is as finely resolved as the middle.
 
-    Native kernels make them where they are at hand, numpy elsewhere; both agree to the last bits.
+    Native kernels make them where they are available, numpy elsewhere; both agree to the last bits.
+
+    Args:
+        key: 32 bytes, used for nothing else.
+        count: how many normals.
+
+    Returns:
+        ``count`` float64 numbers.
 
     Guarantee: the largest possible radius is 13.37, whose tail mass is 2⁻¹²⁹; no bit depends on the number of threads.
     """
@@ -102,7 +109,7 @@ def _circle(words: NDArray[np.uint64]) -> tuple[NDArray[np.float64], NDArray[np.
 
 
 def generator_fingerprint() -> str:
-    """A digest of 2¹⁶ normals of a fixed key, and of how they are dealt out to parameters.
+    """Return a digest of 2¹⁶ normals of a fixed key, and of how they are assigned to parameters.
 
     It differs where this machine's arithmetic differs in their last bits. A resumed run may replay a step only where
     its noise comes out bit for bit as before, so this belongs to what the noise key is bound to.
@@ -114,7 +121,12 @@ def generator_fingerprint() -> str:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The public grid of one release: the distance of its points, and the noise's standard deviation on it."""
+    """The public grid of one release.
+
+    Attributes:
+        spacing: the distance of its points, a power of two.
+        noise_stddev: the noise's standard deviation on it.
+    """
 
     spacing: float
     noise_stddev: float
@@ -122,7 +134,7 @@ class Grid:
     @staticmethod
     @functools.lru_cache(maxsize=16)
     def for_mechanism(mechanism: Mechanism, *, coordinates: int) -> Grid:
-        """The grid for a sum of ``coordinates`` numbers.
+        """Return the grid for a sum of ``coordinates`` numbers.
 
         Rounding a sum to the grid can move two neighbouring sums apart by at most ``spacing·√coordinates``. That much
         is added to the clip norm here, so that the ratio of noise to sensitivity is the mechanism's own. It is below
@@ -140,7 +152,20 @@ class Grid:
 
 
 def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> PrivateGrad:
-    """The noisy mean gradient of one step: ``(sum + noise) / divisor``, noise drawn once, for the sum.
+    """Release the noisy mean gradient of one step: ``(sum + noise) / divisor``, noise drawn once, for the sum.
+
+    Args:
+        clipped: the clipped sum; it is used up, also when it is refused because it is not finite.
+        mechanism: the noise and the public divisor.
+        keys: the keys of the run. Never call this twice with the same keys and step for different sums: the noise
+            would be the same, and the difference of the releases would be exact.
+        step: the index of the step, from zero.
+
+    Returns:
+        The noisy mean, in the dtypes of the sums.
+
+    Raises:
+        PrivacyError: the sum was clipped to another norm, was taken before, or is not finite.
 
     Order of rounding: the sum is taken to float64 (exact) and rounded to the grid; the noise is made in float64 and
     rounded to the same grid; both are whole numbers of grid steps, and their float64 sum is the correctly rounded
@@ -152,14 +177,13 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
     Guarantee: a Gaussian mechanism of ``noise_multiplier`` for sums that one unit moves by at most ``clip_norm``, up
     to the generator's computational security and the float64 accuracy of single normals. Each (step, parameter) has
     its own noise; the same keys, step and sum give the same bits, on any device and number of threads and in any
-    order of the parameters. Other names or sizes drawn together get other noise. A sum that is refused because it is
-    not finite is gone.
+    order of the parameters. Other names or sizes drawn together get other noise.
     """
     _require_sound(clipped, mechanism, step)
     grid = Grid.for_mechanism(mechanism, coordinates=sum(each.numel() for each in clipped.gradients.values()))
     sums = clipped.take()
     gradients: dict[str, Tensor] = {}
-    for names in _together({name: each.numel() for name, each in sums.items()}):
+    for names in groups_by_size({name: sums[name].numel() for name in sorted(sums)}, most=_TOGETHER):
         # One set after the other leaves: a large model's sums and means don't lie side by side.
         some = {name: sums.pop(name) for name in names}
         noise = _Noise(keys, step, some, ahead=not sums and not gradients)
@@ -170,7 +194,7 @@ def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: in
 
 
 def steps_per_draw(numbers: int) -> int:
-    """How many steps of a model with so many trainable numbers get their noise from one draw."""
+    """Return how many steps of a model with ``numbers`` trainable numbers get their noise from one draw."""
     return max(1, min(_AHEAD, _TOGETHER // max(1, numbers)))
 
 
@@ -189,7 +213,7 @@ class _Noise:
         self._steps = steps_per_draw(numbers) if ahead else 1
 
     def part(self, index: int, count: int) -> NDArray[np.float64]:
-        """``count`` normals for this part, which no other part has."""
+        """Return ``count`` normals for this part, which no other part has."""
         steps, first = self._steps, self._step - self._step % self._steps
         if steps == 1:
             return standard_normals(self._keys.derive("noise", first, steps, index, *self._sizes), count)
@@ -202,23 +226,10 @@ class _Noise:
 def _drawn_ahead(
     keys: Keys, first: int, steps: int, facts: tuple[str | int, ...], count: int, _: str
 ) -> NDArray[np.float64]:
-    """One draw, which must stay as it is; the last argument is the code that makes it."""
+    """Draw the noise of several steps at once, read-only; the last argument is the identity of the code."""
     normals = standard_normals(keys.derive("noise", first, steps, *facts), count)
     normals.flags.writeable = False
     return normals
-
-
-def _together(sizes: dict[str, int]) -> Iterator[tuple[str, ...]]:
-    """The parameters by name, as many at once as stay within ``_TOGETHER`` numbers, and at least one."""
-    names: tuple[str, ...] = ()
-    numbers = 0
-    for name in sorted(sizes):
-        if names and numbers + sizes[name] > _TOGETHER:
-            yield names
-            names, numbers = (), 0
-        names, numbers = (*names, name), numbers + sizes[name]
-    if names:
-        yield names
 
 
 def _require_sound(clipped: ClippedSum, mechanism: Mechanism, step: int) -> None:
@@ -237,7 +248,7 @@ def _require_sound(clipped: ClippedSum, mechanism: Mechanism, step: int) -> None
 
 
 def _parts(rows: list[Tensor]) -> list[list[Tensor]]:
-    """What gets its noise at once: all of these rows, or a piece of a long one after the other.
+    """Return what gets its noise at once: all of these rows, or a piece of a long one after the other.
 
     A piece stays in the cache from its random words to its release, and a large model's noise takes no memory.
     """
@@ -247,7 +258,7 @@ def _parts(rows: list[Tensor]) -> list[list[Tensor]]:
 
 
 def _release_in_place(rows: dict[str, Tensor], noise: _Noise, grid: Grid, *, divisor: float) -> None:
-    """From sums to noisy means, in the same memory."""
+    """Turn sums into noisy means, in the same memory; raise if a sum was not finite."""
     release = kernels.release if native.available() else _release
     finite = True
     for index, some in enumerate(_parts(list(rows.values()))):
@@ -274,7 +285,7 @@ def _release(
     steps_per_normal: float,
     mean_per_step: float,
 ) -> bool:
-    """Both rounded to whole numbers of grid steps, added, and scaled, in the rows' place; whether sums are finite."""
+    """Round sums and noise to whole numbers of grid steps, add, scale, all in place; return whether sums are finite."""
     finite = True
     for row in rows:
         sums, normals_here, normals = row.view(-1).numpy(), normals[: row.numel()], normals[row.numel() :]

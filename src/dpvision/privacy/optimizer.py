@@ -1,15 +1,12 @@
-"""A few numbers that tell whether a large tensor has changed, where a copy would take as much memory as the tensor.
+"""The optimizer: one private gradient per step moves the weights, and nothing else does.
 
-Of every run of 4,096 words, the sum of the words times keys, modulo 2⁶⁴. Keys are random odd numbers of 64 bits that
-nobody else has, words have at most 32 bits: a change of one word in a run always shows, because an odd key has an
-inverse; any other change goes unseen with probability 2⁻³² at most, over the choice of keys. A float64 is two words.
+``Optimizer`` wraps one of torch's update rules. It accepts only ``PrivateGrad``, once per step and in order, so that
+the weights are a function of public settings and noisy gradients. ``TamperGuard`` finds weights that were changed by
+other means. It compares small tensors bit by bit with a copy, and of large ones a fingerprint: a copy would take as
+much memory as the model, version counters miss edits through ``.data``, plain sums miss pairs of sign flips, and a
+cryptographic hash takes longer.
 
-Sees whether parameters moved in any way but through the optimizer's door.
-
-An exact copy is kept and compared bit by bit; of a large tensor, a fingerprint with secret keys. Version counters miss
-edits through ``.data``, sums of bits miss pairs of sign flips, and a cryptographic hash takes longer.
-
-A thin door around torch's optimizers: one kind of gradient comes in, once per step, and nothing else moves.
+Shapes: R runs, W words of a run.
 """
 
 from __future__ import annotations
@@ -27,51 +24,64 @@ from torch import Tensor, nn
 from dpvision.config import AveragingSettings, OptimizerSettings, ScheduleSettings
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.privacy.schedules import Average, Schedule
-from dpvision.privacy.values import OrdinaryGrad, PrivateGrad
+from dpvision.privacy.values import OrdinaryGrad, PrivateGrad, groups_by_size
 
-# R runs, W words of a run
-
-
-_RUN: Final = 4096
-_AT_ONCE: Final = 64  # runs whose products stay in the cache
+_RUN: Final = 4096  # words under one sum of a fingerprint
+_RUNS_AT_ONCE: Final = 64  # runs whose products stay in the cache
+_LARGE: Final = 1 << 18  # numbers from which on a tensor is watched by its fingerprint
+_NUMBERS_AT_ONCE: Final = 1 << 24  # parameters that are moved at once, which bounds the memory of their gradients
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
+_RULE, _AVERAGE = "optimizer", "average"
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """One whole number for every run of the tensor's bits, in the order of its entries.
+    """Summarise a tensor's bits in a few numbers that change whenever the tensor does.
 
-    Guarantee: two tensors of one shape and type that differ have different ones, but for a chance of 2⁻³².
+    Of every run of 4,096 words, the sum of words times keys, modulo 2⁶⁴. Keys are random odd numbers of 64 bits that
+    are drawn once per process and never leave it; words have at most 32 bits (a float64 is two words).
+
+    Args:
+        tensor: of any floating-point, integer or complex type.
+
+    Returns:
+        One int64 per run, in the order of the tensor's entries.
+
+    Guarantee: a change of one word in a run always shows, because an odd key has an inverse. Any other change goes
+    unseen with probability at most 2⁻³² over the choice of keys.
     """
-    flat = tensor.detach().contiguous().view(-1)
-    words = flat.view(_WORDS[flat.element_size()])
+    words = _words(tensor)
     whole = words.numel() // _RUN * _RUN
     keys_W = _keys(words.device)
     sums_R = torch.empty(whole // _RUN + 1, dtype=torch.int64, device=words.device)
     runs_RW = words[:whole].view(-1, _RUN)
-    for first in range(0, runs_RW.shape[0], _AT_ONCE):
-        some_RW = runs_RW[first : first + _AT_ONCE]
+    for first in range(0, runs_RW.shape[0], _RUNS_AT_ONCE):
+        some_RW = runs_RW[first : first + _RUNS_AT_ONCE]
         torch.sum(some_RW * keys_W, 1, out=sums_R[first : first + some_RW.shape[0]])
     rest = words[whole:]
     sums_R[-1] = (rest * keys_W[: rest.numel()]).sum()
     return sums_R
 
 
+def _words(tensor: Tensor) -> Tensor:
+    """View the bits as whole numbers in one row, because NaN differs from itself and 0.0 equals -0.0."""
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(_WORDS[flat.element_size()])
+
+
 @functools.cache
 def _keys(device: torch.device) -> Tensor:
-    """Odd numbers, drawn once in a process."""
+    """Draw the odd multipliers, once in a process."""
     words = np.frombuffer(secrets.token_bytes(8 * _RUN), dtype=np.int64) | 1
     return torch.from_numpy(words).to(device)
-
-
-_LARGE = 1 << 18
-"""Numbers from which on a copy's memory counts for more than a few more calls."""
-_WORDS_of_watch = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_REMEDY = "Nothing but Optimizer.step may move a model whose training is certified; begin a new run from these weights."
 
 
 @final
 class TamperGuard:
     """The parameters of one model, and its saved buffers if asked, as the last step left them.
+
+    Args:
+        model: the model to watch.
+        buffers: whether to watch the buffers of its state dict too.
 
     Guarantee: ``check`` fails if a watched tensor differs in one bit, was replaced, added or removed; a large tensor's
     changes in several places go unseen with a chance of 2⁻³². It does not see what was undone before the check.
@@ -81,7 +91,8 @@ class TamperGuard:
         self._model = model
         self._buffers = buffers
         self._tensors = dict(self._named_tensors())
-        self._left = {name: _Snapshot(tensor) for name, tensor in self._tensors.items()}
+        self._kinds = {name: _kind(tensor) for name, tensor in self._tensors.items()}
+        self._left = {name: _summary(tensor).clone() for name, tensor in self._tensors.items()}
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._model.named_parameters()
@@ -91,32 +102,35 @@ class TamperGuard:
             yield from ((name, buffer) for name, buffer in buffers.items() if name in saved)
 
     def check(self) -> None:
-        """Raise ``PrivacyError`` naming every tensor that moved since ``accept``."""
+        """Raise ``PrivacyError`` naming every tensor that changed since it was accepted."""
         now = dict(self._named_tensors())
         moved = [name for name in {**self._tensors, **now} if not self._is_as_left(name, now)]
         if moved:
-            raise PrivacyError(f"moved by other means than an optimizer step: {', '.join(moved)}. {_REMEDY}")
+            raise PrivacyError(
+                f"moved by other means than an optimizer step: {', '.join(moved)}. Nothing but Optimizer.step may move "
+                "a model whose training is certified; begin a new run from these weights."
+            )
 
     def _is_as_left(self, name: str, now: Mapping[str, Tensor]) -> bool:
-        if name not in now or name not in self._left:
+        if name not in now or name not in self._left or _kind(now[name]) != self._kinds[name]:
             return False
         # Buffers are often replaced by their own module (``self.buffer = …``); parameters never are.
         same_object = now[name] is self._tensors[name] or not isinstance(now[name], nn.Parameter)
-        return same_object and self._left[name].is_still(now[name])
+        return same_object and torch.equal(self._left[name], _summary(now[name]))
 
     @torch.no_grad()
-    def accept(self, names: Mapping[str, Tensor]) -> None:
-        """Take these tensors' present values as rightly theirs."""
-        for name, tensor in names.items():
-            self._left[name].take(tensor)
+    def accept(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take these tensors' present values as legitimate."""
+        for name, tensor in tensors.items():
+            self._left[name].copy_(_summary(tensor))
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of every watched tensor as the last step left it, for a checkpoint; raises as ``check`` does."""
+        """Return SHA-256 of every watched tensor, for a checkpoint; raises as ``check`` does."""
         self.check()
         return {name: _digest(tensor) for name, tensor in self._named_tensors()}
 
     def accept_saved(self, digests: Mapping[str, str]) -> None:
-        """Take over the model's present values if they are those of ``digests``; otherwise ``PrivacyError``."""
+        """Accept the model's present values if they are those of ``digests``; otherwise raise ``PrivacyError``."""
         now = dict(self._named_tensors())
         wrong = [name for name in {**now, **digests} if name not in now or digests.get(name) != _digest(now[name])]
         if wrong:
@@ -127,39 +141,13 @@ class TamperGuard:
         self.accept(now)
 
 
-@final
-class _Snapshot:
-    """A tensor as it was left: its bits, or where they are many, their fingerprint."""
-
-    __slots__ = ("_bits", "_kind")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._kind = _kind(tensor)
-        self._bits = fingerprint(tensor) if _is_large(tensor) else tensor.detach().clone()
-
-    def take(self, tensor: Tensor) -> None:
-        """The tensor, which is of the same kind, has rightly moved."""
-        self._bits.copy_(fingerprint(tensor) if _is_large(tensor) else tensor)
-
-    def is_still(self, tensor: Tensor) -> bool:
-        """Whether this is how the tensor was left."""
-        if _kind(tensor) != self._kind:
-            return False
-        return torch.equal(self._bits, fingerprint(tensor)) if _is_large(tensor) else _equal_bits(tensor, self._bits)
-
-
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _is_large(tensor: Tensor) -> bool:
-    return tensor.numel() >= _LARGE
-
-
-def _equal_bits(one: Tensor, other: Tensor) -> bool:
-    words = _WORDS_of_watch.get(one.element_size())
-    # Whole numbers, because NaN differs from itself and 0.0 equals -0.0.
-    return torch.equal(one, other) if words is None else torch.equal(one.detach().view(words), other.view(words))
+def _summary(tensor: Tensor) -> Tensor:
+    """Return what is compared: the bits, or where they are many, their fingerprint."""
+    return fingerprint(tensor) if tensor.numel() >= _LARGE else _words(tensor)
 
 
 def _digest(tensor: Tensor) -> str:
@@ -167,17 +155,21 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
 
 
-_RULE, _AVERAGE = "optimizer", "average"
-_AT_ONCE_of_optimizer = 1 << 24
-"""Numbers of parameters that are moved at once."""
-
-
 @final
 class Optimizer:
-    """Moves the trainable parameters of one model, and keeps watch that nothing else does.
+    """Moves the trainable parameters of one model, and checks that nothing else does.
 
     Trainable are the parameters that require gradients when the optimizer is made; a shared one counts once, under
-    its first name. Frozen ones are never touched. ``first_step`` is the step that it takes first.
+    its first name. Frozen ones are never touched.
+
+    Args:
+        model: the model.
+        settings: the update rule.
+        schedule: the learning rate over steps; constant if None.
+        averaging: averages of the parameters; none if None.
+        total_steps: the steps of the whole run, for the schedule.
+        private: whether to accept only ``PrivateGrad`` and to watch buffers too.
+        first_step: the index of the step that this optimizer takes first.
 
     Guarantee: with ``private=True`` the parameters after any number of steps are a function of their initial values,
     public settings, public metrics and ``PrivateGrad``\\ s, one per step in order; the averages too. A parameter or
@@ -203,7 +195,9 @@ class Optimizer:
             schedule or ScheduleSettings(), base_rate=settings.learning_rate, total_steps=total_steps
         )
         self._average = Average(averaging or AveragingSettings(), self._parameters)
-        self._together = _sets({name: value.numel() for name, value in self._parameters.items()})
+        sizes = {name: value.numel() for name, value in self._parameters.items()}
+        # Each parameter moves by itself, so that moving them in groups changes nothing but memory.
+        self._groups = list(groups_by_size(sizes, most=_NUMBERS_AT_ONCE))
         self._rule = _torch_optimizer(self._parameters.values(), settings)
         self._guard = TamperGuard(model, buffers=private)  # ordinary training may have moving BatchNorm statistics
         self._takes = PrivateGrad if private else OrdinaryGrad
@@ -211,11 +205,11 @@ class Optimizer:
 
     @property
     def steps_taken(self) -> int:
-        """How many steps were taken; also the index of the next one."""
+        """Number of steps taken; also the index of the next one."""
         return self._steps_taken
 
     def learning_rate(self, step: int) -> float:
-        """The rate used at ``step``, counted from zero."""
+        """Return the rate used at ``step``, counted from zero."""
         return self._schedule.learning_rate(step)
 
     def report_public_metric(self, value: float) -> None:
@@ -223,7 +217,7 @@ class Optimizer:
         self._schedule.report_public_metric(value)
 
     def averaged_parameters(self) -> dict[str, Tensor] | None:
-        """Copies of the averaged trainable parameters, or ``None`` without averaging."""
+        """Return copies of the averaged trainable parameters, or None without averaging."""
         return {name: value.clone() for name, value in self._average.values.items()} or None
 
     def check_untouched(self) -> None:
@@ -231,7 +225,15 @@ class Optimizer:
         self._guard.check()
 
     def step(self, grad: PrivateGrad | OrdinaryGrad) -> None:
-        """Take the next step. Refuses, before anything moves, what is not the next gradient of this very model."""
+        """Take the next step.
+
+        Args:
+            grad: the gradient of exactly the next step, for exactly the trainable parameters.
+
+        Raises:
+            PrivacyError: the gradient is of another kind, step or model, or a watched tensor was changed. Nothing has
+                moved then.
+        """
         self._require_next(grad)
         self._require_matching(grad.gradients)
         self.check_untouched()
@@ -261,18 +263,19 @@ class Optimizer:
                 f"unknown or frozen: {', '.join(unknown) or 'none'}. Use the model that the optimizer was made for."
             )
         for name, parameter in self._parameters.items():
-            if gradients[name].shape != parameter.shape or not gradients[name].is_floating_point():
+            gradient = gradients[name]
+            if gradient.shape != parameter.shape or not gradient.is_floating_point():
                 raise PrivacyError(
                     f"the gradient of {name} must be floating-point numbers of shape {tuple(parameter.shape)}, got "
-                    f"{gradients[name].dtype} of {tuple(gradients[name].shape)}. Use the model that the optimizer was "
-                    "made for."
+                    f"{gradient.dtype} of {tuple(gradient.shape)}. Use the model that the optimizer was made for."
                 )
 
     def _move(self, gradients: Mapping[str, Tensor], rate: float) -> None:
+        """Let torch's rule move the parameters, a group at a time; no ``.grad`` is left behind."""
         for group in self._rule.param_groups:
             group["lr"] = rate
         try:
-            for names in self._together:
+            for names in self._groups:
                 for name in names:
                     self._parameters[name].grad = gradients[name].to(self._parameters[name])
                 self._rule.step()  # moves what has a gradient
@@ -283,7 +286,11 @@ class Optimizer:
                 parameter.grad = None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors (copies) and plain values from which ``load_state`` continues bit for bit."""
+        """Return tensors (copies) and plain values from which ``load_state`` continues bit for bit.
+
+        Raises:
+            PrivacyError: a watched tensor was changed.
+        """
         tensors = {f"{_AVERAGE}/{name}": value.clone() for name, value in self._average.values.items()}
         for name, parameter in self._parameters.items():
             for key, value in self._rule.state[parameter].items():
@@ -298,9 +305,16 @@ class Optimizer:
         return tensors, values
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Continue from ``state``. The model must hold its weights of that moment already.
+        """Continue from ``state``.
 
-        Guarantee: refuses a model whose parameters or saved buffers are not what the saved step left.
+        Args:
+            tensors: the tensors of ``state``.
+            values: its plain values.
+
+        Raises:
+            ArgumentError: the state is of another rule, model or settings.
+            PrivacyError: the model's parameters or saved buffers are not what the saved step left. Load the
+                checkpoint's weights into the model first.
         """
         keys = _state_keys(self._settings) if values["steps_taken"] else {}
         self._require_loadable(tensors, values, keys)
@@ -336,25 +350,8 @@ class Optimizer:
             )
 
 
-def _sets(sizes: Mapping[str, int]) -> list[list[str]]:
-    """What is moved at once: all parameters of most models, and a large one's in parts.
-
-    Each parameter moves by itself, so that this changes nothing but memory: gradients in the parameters' own type lie
-    beside those that came in.
-    """
-    sets: list[list[str]] = [[]]
-    numbers = 0
-    for name, size in sizes.items():
-        if sets[-1] and numbers + size > _AT_ONCE_of_optimizer:
-            sets.append([])
-            numbers = 0
-        sets[-1].append(name)
-        numbers += size
-    return sets
-
-
 def _torch_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
-    """One parameter at a time (``foreach=False``): the plain loops, whose order of operations is the documented one."""
+    """Make torch's optimizer with ``foreach=False``: plain loops, whose order of operations is the documented one."""
     common: dict[str, Any] = {
         "lr": settings.learning_rate,
         "weight_decay": settings.effective_weight_decay,
@@ -376,9 +373,9 @@ def _torch_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSett
 
 
 def _state_keys(settings: OptimizerSettings) -> dict[str, bool]:
-    """The names of the tensors that torch keeps for each parameter, and whether each is a counter (kept on the CPU)."""
-    probe = nn.Parameter(torch.zeros(1))
-    probe.grad = torch.zeros(1)
-    rule = _torch_optimizer([probe], settings)
+    """Return the names of the tensors that torch keeps per parameter, and whether each is a counter (on the CPU)."""
+    example = nn.Parameter(torch.zeros(1))
+    example.grad = torch.zeros(1)
+    rule = _torch_optimizer([example], settings)
     rule.step()
-    return {key: value.dim() == 0 for key, value in rule.state[probe].items() if value is not None}
+    return {key: value.dim() == 0 for key, value in rule.state[example].items() if value is not None}

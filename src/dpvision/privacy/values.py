@@ -1,5 +1,8 @@
 """The values that travel through a step, in one direction: Batch → ClippedSum → PrivateGrad.
 
+The types are the guarantee's plumbing: only ``noise.privatize`` opens a ``ClippedSum``, once, and only it makes a
+``PrivateGrad``; a private optimizer accepts nothing else. ``repr`` prints no private value.
+
 Shapes: U units, R rows per unit. Rows of one unit are neighbours: row ``u * R + r`` belongs to unit ``u``.
 """
 
@@ -14,14 +17,20 @@ from torch import Tensor
 from dpvision.errors import PrivacyError
 from dpvision.privacy.sampling import Sampling
 
+PROOF_OF_NOISE = object()
+"""Given to ``PrivateGrad`` by ``noise.privatize``, and by nothing else."""
+
 
 @final
 @dataclass(frozen=True)
 class Microbatch:
     """A fixed-shape piece of a draw. Sensitive.
 
-    ``row_weights_UR`` are the shares with which rows enter their unit's loss: they sum to one in a real unit and to
-    zero in a padding unit.
+    Attributes:
+        inputs: U·R rows.
+        targets: as many targets.
+        row_weights_UR: the weights with which rows enter their unit's loss: they sum to one in a real unit and to zero
+            in a padding unit.
     """
 
     inputs: Tensor
@@ -41,15 +50,19 @@ class Batch(Protocol):
         ...
 
     def microbatches(self, units: int) -> Iterator[Microbatch]:
-        """The draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""
+        """Yield the draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""
         ...
 
 
 @final
 class ClippedSum:
-    """The exact sum over units of their clipped gradients. Sensitive: only ``noise.privatize`` may open it, and once.
+    """The exact sum over units of their clipped gradients. Sensitive: ``noise.privatize`` opens it, once.
 
-    ``disposable`` says that nobody else holds these tensors, and no two share memory: the release may take their place.
+    Args:
+        gradients: the sums by parameter name.
+        clip_norm: the L2 bound on one unit's contribution.
+        disposable: whether nothing else holds these tensors and no two share memory, so that the release may
+            overwrite them.
 
     Guarantee: adding or removing one unit moves it by at most ``clip_norm`` in L2.
     """
@@ -63,9 +76,13 @@ class ClippedSum:
         self.taken = False
 
     def take(self) -> dict[str, Tensor]:
-        """The sums, which are gone from here afterwards: noise is drawn once for each, and memory is freed with it."""
+        """Return the sums and remove them from here, so that noise is drawn once for each and memory is freed.
+
+        Raises:
+            PrivacyError: they were taken before.
+        """
         if self.taken:
-            raise PrivacyError("this sum has been released: a second time would be another release. Compute it anew.")
+            raise PrivacyError("this sum has been released: a second time would be another release. Compute it again.")
         sums, self.gradients, self.taken = dict(self.gradients), {}, True
         return sums
 
@@ -73,12 +90,18 @@ class ClippedSum:
         return f"ClippedSum({len(self.gradients)} parameters, clip_norm={self.clip_norm}, sensitive)"
 
 
-PROOF_OF_NOISE = object()
-
-
 @final
 class PrivateGrad:
-    """A noisy gradient, already divided by the public batch size: safe to use and to keep."""
+    """A noisy gradient, already divided by the public divisor: safe to use and to keep.
+
+    Args:
+        gradients: the noisy means by parameter name.
+        step: the step that they belong to.
+        proof: ``PROOF_OF_NOISE``.
+
+    Raises:
+        PrivacyError: made by anything but ``noise.privatize``.
+    """
 
     __slots__ = ("gradients", "step")
 
@@ -101,3 +124,21 @@ class OrdinaryGrad:
     def __init__(self, gradients: Mapping[str, Tensor], step: int) -> None:
         self.gradients = gradients
         self.step = step
+
+
+def groups_by_size(sizes: Mapping[str, int], *, most: int) -> Iterator[tuple[str, ...]]:
+    """Yield names in order, as many at once as stay within ``most`` numbers together, and at least one.
+
+    Args:
+        sizes: numbers of each parameter, by name.
+        most: the limit for a group of several.
+    """
+    names: tuple[str, ...] = ()
+    numbers = 0
+    for name, size in sizes.items():
+        if names and numbers + size > most:
+            yield names
+            names, numbers = (), 0
+        names, numbers = (*names, name), numbers + size
+    if names:
+        yield names
