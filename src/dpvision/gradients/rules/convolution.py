@@ -5,12 +5,14 @@ Shapes: N rows, U units, C in, O out, S space, K kernel, T positions of a unit (
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from dpvision.gradients.layer_gradient import (
     LayerGradient,
@@ -28,16 +30,22 @@ from dpvision.gradients.rules.rule import LayerCall, register
 from dpvision.kernels.conv_gradients import window_gradients
 
 Sizes = tuple[int, ...]
-_WINDOW_NUMBERS = 1 << 23
-"""Window matrices are formed for as many units at a time as stay below this many numbers."""
-_IN_GROUP = 1 << 14
-"""Entries of a group's filters below which its products are too small to pay."""
+_WINDOW_NUMBERS = 1 << 23  # window matrices are formed for as many units at a time as stay below this
+_IN_GROUP = 1 << 14  # entries of a group's filters below which its products are too small to pay
 
 
 @final
 @dataclass(frozen=True)
 class Correlation:
-    """The map from an already padded input to an output: everything a weight gradient depends on."""
+    """The map from a padded input to an output: everything a weight gradient depends on.
+
+    Attributes:
+        weight: of shape (O, C / groups, *kernel).
+        kernel: sizes of the kernel, one per dimension; likewise ``stride`` and ``dilation``.
+        stride: steps between positions.
+        dilation: steps inside a window.
+        groups: groups of channels that do not meet.
+    """
 
     weight: Tensor
     kernel: Sizes
@@ -46,12 +54,12 @@ class Correlation:
     groups: int
 
     def reach(self, positions: Sizes) -> Sizes:
-        """The extent of input that so many output positions see."""
+        """Return the extent of input under this many output positions."""
         each = zip(positions, self.kernel, self.stride, self.dilation, strict=True)
         return tuple((t - 1) * s + d * (k - 1) + 1 for t, k, s, d in each)
 
     def windows(self, x_NCS: Tensor, positions: Sizes, units: int) -> Tensor:
-        """The input under the kernel at every position, as (units × groups, T, D), D in the order of ``order``."""
+        """Return the input under the kernel at every position, as (units × groups, T, D), D as in ``to_order``."""
         rows, channels = x_NCS.shape[:2]
         steps = x_NCS.stride()
         along_kernel = tuple(s * d for s, d in zip(steps[2:], self.dilation, strict=True))
@@ -69,7 +77,7 @@ class Correlation:
         return view.permute(0, 2, 3, *kernel, 1, *space).reshape(units * self.groups, depth, -1).mT
 
     def to_order(self, weight: Tensor, *, channels_inside: bool) -> Tensor:
-        """A weight as (O, D), D in the order of the windows."""
+        """Return a weight as (O, D), D in the order of the windows."""
         return (weight.movedim(1, -1) if channels_inside else weight).flatten(1)
 
     def from_order(self, x: Tensor, *, channels_inside: bool) -> Tensor:
@@ -81,13 +89,13 @@ class Correlation:
 
 
 def channels_inside(x_NCS: Tensor) -> bool:
-    """Whether a position's channels lie together in memory."""
+    """Return whether a position's channels lie together in memory."""
     return x_NCS.shape[1] > 1 and x_NCS.stride(1) == 1
 
 
 @final
 class ConvolutionGradient(LayerGradient):
-    """A convolution's weight gradient, formed per unit or kept as input and output gradient, by the shapes."""
+    """A convolution's weight gradient, formed per unit or held as input and output gradient, whichever is cheaper."""
 
     def __init__(self, x_NCS: Tensor, dy_NOS: Tensor, geometry: Correlation, units: int) -> None:
         self._x = x_NCS
@@ -148,7 +156,7 @@ class ConvolutionGradient(LayerGradient):
         return self._geometry.from_order(self.formed(), channels_inside=self.channels_inside)
 
     def formed(self) -> Tensor:
-        """The gradients as (U, O, D), D in the order of the windows."""
+        """Form and return the gradients as (U, O, D), D in the order of the windows."""
         if self._formed_UOD is None and self._fits_windows():
             kernel, stride, groups = _pair(self._geometry.kernel), _pair(self._geometry.stride), self._geometry.groups
             self._formed_UOD, self._squares_U = window_gradients(
@@ -157,15 +165,14 @@ class ConvolutionGradient(LayerGradient):
         elif self._formed_UOD is None:
             weight = self._geometry.weight
             formed = self._x.new_empty(self._units, weight.shape[0], weight[0].numel())
-            for first, last in self._chunks():
-                a_BTD, g_BTO = self._matrices(first, last)
+            for first, last, a_BTD, g_BTO in self._chunks():
                 part = formed[first:last].view(a_BTD.shape[0], g_BTO.shape[2], a_BTD.shape[2])
                 torch.bmm(g_BTO.mT, a_BTD, out=part)
             self._formed_UOD = formed
         return self._formed_UOD
 
     def _fits_windows(self) -> bool:
-        """Whether there is a kernel that forms the gradients without writing all windows down."""
+        """Return whether a kernel can form the gradients without storing all windows."""
         geometry = self._geometry
         if len(geometry.kernel) != 2 or set(geometry.dilation) != {1}:
             return False
@@ -175,23 +182,19 @@ class ConvolutionGradient(LayerGradient):
         )
 
     def _gram_norms(self) -> Tensor:
-        norms: list[Tensor] = []
-        for first, last in self._chunks():
-            norms.append(gram_norms_sq(*self._matrices(first, last)).view(last - first, -1).sum(1))
-        return torch.cat(norms)
+        parts = (gram_norms_sq(a_BTD, g_BTO).view(last - first, -1) for first, last, a_BTD, g_BTO in self._chunks())
+        return torch.cat([part.sum(1) for part in parts])
 
-    def _matrices(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Windows (B, T, D) and output gradients (B, T, O) of some units, groups folded into B."""
+    def _chunks(self) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+        """Yield (first, last, windows, output gradients) of some units at a time; see ``_matrices``."""
         per_unit = self._dy.shape[0] // self._units
-        rows = slice(first * per_unit, last * per_unit)
-        return _matrices(self._x[rows], self._dy[rows], self._geometry, last - first)
-
-    def _chunks(self) -> list[tuple[int, int]]:
-        return _chunks(self._units, self._dy[:, 0].numel() // self._units, self._geometry)
+        for first, last in _chunks(self._units, self._dy[:, 0].numel() // self._units, self._geometry):
+            rows = slice(first * per_unit, last * per_unit)
+            yield first, last, *_matrices(self._x[rows], self._dy[rows], self._geometry, last - first)
 
 
 def _matrices(x_NCS: Tensor, dy_NOS: Tensor, geometry: Correlation, units: int) -> tuple[Tensor, Tensor]:
-    """Windows (B, T, D) and output gradients (B, T, O) of units, groups folded into B."""
+    """Return windows (B, T, D) and output gradients (B, T, O) of units, groups folded into B."""
     groups, per_group = geometry.groups, dy_NOS.shape[1] // geometry.groups
     a_BTD = geometry.windows(x_NCS, tuple(dy_NOS.shape[2:]), units)
     if channels_inside(dy_NOS):
@@ -202,22 +205,22 @@ def _matrices(x_NCS: Tensor, dy_NOS: Tensor, geometry: Correlation, units: int) 
 
 
 def _chunks(count: int, positions: int, geometry: Correlation) -> list[tuple[int, int]]:
-    """From where to where among ``count`` units or rows, of so many positions each, windows are formed at a time."""
+    """Return the ranges of ``count`` units or rows, of ``positions`` each, whose windows are formed at once."""
     size = max(1, _WINDOW_NUMBERS // max(1, positions * geometry.weight[0].numel() * geometry.groups))
     return [(first, min(first + size, count)) for first in range(0, count, size)]
 
 
 def _products_pay(x_NCS: Tensor, geometry: Correlation) -> bool:
-    """Whether few positions' gradients are added up faster by matrix products than by oneDNN's convolutions.
+    """Return whether matrix products add up few positions' gradients faster than oneDNN's convolutions.
 
-    Measured on a CPU with AVX-512: up to eight times where filters have many channels and pictures few pixels.
+    Measured on a CPU with AVX-512: up to eight times where filters have many channels and images few pixels.
     """
     in_group = geometry.weight.numel() // geometry.groups
     return x_NCS.device.type == "cpu" and channels_inside(x_NCS) and (geometry.groups == 1 or in_group >= _IN_GROUP)
 
 
 def _sum_by_products(x_NCS: Tensor, dy_NOS: Tensor, geometry: Correlation) -> Tensor:
-    """The weight gradient of all rows together, as (O, D)."""
+    """Return the weight gradient of all rows together, as (O, D)."""
     groups, depth = geometry.groups, geometry.weight[0].numel()
     make = dy_NOS.new_empty if x_NCS.shape[0] else dy_NOS.new_zeros
     total_GOD = make(groups, dy_NOS.shape[1] // groups, depth)
@@ -232,38 +235,31 @@ def _pair(sizes: Sizes) -> tuple[int, int]:
     return height, width
 
 
-Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
-
-
 def convolution(call: LayerCall) -> dict[str, LayerGradient]:
-    """Any ordinary convolution: the input is padded as the layer does it, then correlated."""
-    module = call.module
-    if not isinstance(module, Convolution):
-        raise TypeError(f"not a convolution: {type(module).__name__}")
+    """Return the gradients of an ordinary convolution, from the input padded as the layer does it."""
+    module = call.layer(_ConvNd)
     geometry = geometry_of(module, module.weight.detach())
     return correlation_gradients(call, pad_as(module, call.x), call.dy, geometry)
 
 
 def transposed(call: LayerCall) -> dict[str, LayerGradient]:
-    """A transposed convolution is an ordinary one whose input and output gradient have changed places."""
-    module = call.module
-    if not isinstance(module, nn.ConvTranspose2d):
-        raise TypeError(f"not a transposed convolution: {type(module).__name__}")
+    """Return the gradients of a transposed convolution: an ordinary one with input and output gradient exchanged."""
+    module = call.layer(nn.ConvTranspose2d)
     geometry = geometry_of(module, module.weight.detach())
     height, width = (int(size) for size in module.padding)
     seen = F.pad(call.dy, (width, width, height, height))
     return correlation_gradients(call, seen, call.x, geometry)
 
 
-def geometry_of(module: Convolution | nn.ConvTranspose2d, weight: Tensor) -> Correlation:
-    """The layer's shape facts."""
+def geometry_of(module: _ConvNd, weight: Tensor) -> Correlation:
+    """Return the geometry of a layer with this weight."""
     return Correlation(weight, module.kernel_size, module.stride, module.dilation, module.groups)
 
 
 def correlation_gradients(
     call: LayerCall, x_NCS: Tensor, dy_NOS: Tensor, geometry: Correlation
 ) -> dict[str, LayerGradient]:
-    """Weight and bias layer_gradients of one correlation."""
+    """Return weight and bias gradients of one correlation."""
     layer_gradients: dict[str, LayerGradient] = {}
     if "weight" in call.wanted:
         layer_gradients["weight"] = ConvolutionGradient(seen_by(geometry, x_NCS, dy_NOS), dy_NOS, geometry, call.units)
@@ -273,14 +269,14 @@ def correlation_gradients(
 
 
 def seen_by(geometry: Correlation, x_NCS: Tensor, dy_NOS: Tensor) -> Tensor:
-    """The input without the rim that no window sees: a stride may leave one, an output padding adds one."""
+    """Return the input without the rim outside all windows: a stride may leave one, an output padding adds one."""
     for dim, size in enumerate(geometry.reach(tuple(dy_NOS.shape[2:])), start=2):
         x_NCS = x_NCS.narrow(dim, 0, size)
     return x_NCS
 
 
-def pad_as(module: Convolution, x_NCS: Tensor) -> Tensor:
-    """The input with the layer's own padding put on it."""
+def pad_as(module: _ConvNd, x_NCS: Tensor) -> Tensor:
+    """Return the input with the layer's own padding."""
     sides = _sides(module)
     if not any(sides):
         return x_NCS
@@ -288,8 +284,8 @@ def pad_as(module: Convolution, x_NCS: Tensor) -> Tensor:
     return F.pad(x_NCS, sides, mode=mode)
 
 
-def _sides(module: Convolution) -> list[int]:
-    """Padding before and after each dimension, last dimension first, as ``F.pad`` wants it."""
+def _sides(module: _ConvNd) -> list[int]:
+    """Return the padding before and after each dimension, last dimension first, as ``F.pad`` expects it."""
     sides: list[int] = []
     for dim in reversed(range(len(module.kernel_size))):
         if module.padding == "same":

@@ -10,18 +10,15 @@ from dpvision.models.layers import ScalarGain
 
 
 def prelu(call: LayerCall) -> dict[str, LayerGradient]:
-    """One slope for all channels, or one each: the gradient is the negative part of the input times ``dy``."""
-    module = call.module
-    if not isinstance(module, nn.PReLU):
-        raise TypeError(f"not a PReLU: {type(module).__name__}")
+    """Return the gradient of one slope, or one per channel: the negative part of the input times ``dy``."""
     product = call.dy * call.x.clamp(max=0)
-    if module.num_parameters == 1:
+    if call.layer(nn.PReLU).num_parameters == 1:
         return {"weight": MaterialisedGradient(product.reshape(call.units, -1).sum(1, keepdim=True))}
     return {"weight": MaterialisedGradient(sum_by_unit(sum_over_space(product), call.units))}
 
 
 def scalar_gain(call: LayerCall) -> dict[str, LayerGradient]:
-    """One number that scales everything."""
+    """Return the gradient of one number that scales everything."""
     return {"gain": MaterialisedGradient((call.dy * call.x).reshape(call.units, -1).sum(1))}
 
 

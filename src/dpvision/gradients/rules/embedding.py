@@ -22,7 +22,7 @@ from dpvision.gradients.rules.rule import LayerCall, register
 
 @final
 class EmbeddingGradient(LayerGradient):
-    """The table's gradient, kept as indices and the gradients of what they fetched."""
+    """The table's gradient, as indices and the gradients of the vectors that they select."""
 
     def __init__(self, index_UT: Tensor, g_UTD: Tensor, vectors: int) -> None:
         self._index_UT = index_UT
@@ -54,10 +54,8 @@ class EmbeddingGradient(LayerGradient):
 
 
 def embedding(call: LayerCall) -> dict[str, LayerGradient]:
-    """Rows at ``padding_idx`` get no gradient, as in the layer itself."""
-    module = call.module
-    if not isinstance(module, nn.Embedding):
-        raise TypeError(f"not an Embedding: {type(module).__name__}")
+    """Return the table's gradient; rows at ``padding_idx`` get none, as in the layer itself."""
+    module = call.layer(nn.Embedding)
     index_UT = call.x.reshape(call.units, -1).long()
     g_UTD = call.dy.reshape(call.units, -1, call.dy.shape[-1])
     if module.padding_idx is not None:
@@ -66,7 +64,7 @@ def embedding(call: LayerCall) -> dict[str, LayerGradient]:
 
 
 def _has_no_side_effect(module: nn.Module) -> bool:
-    """Not renormalised in place, and not scaled by frequencies, which mix units."""
+    """Return whether it is neither renormalised in place nor scaled by frequencies, which mix units."""
     return isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq
 
 

@@ -22,15 +22,18 @@ from dpvision.gradients.layer_gradient import (
 from dpvision.gradients.rules.rule import LayerCall, register
 from dpvision.kernels.unit_sums import outer_sum
 
-_RUN: Final = 512
-"""Rows that are added up in one product."""
+_RUN: Final = 512  # rows that are added up in one product
 
 
 @final
 class LinearGradient(LayerGradient):
-    """The weight gradient ``Σ_t g_t a_tᵀ`` of each unit, kept as its factors.
+    """The weight gradient ``Σ_t g_t a_tᵀ`` of each unit, held as its factors.
 
-    ``squares_N`` is ‖a‖² of the rows, if known, and ``g_UO`` is g where a unit has one position.
+    Args:
+        a_UTI: inputs.
+        g_UTO: output gradients.
+        squares_N: ‖a‖² of the rows, if known.
+        g_UO: g where a unit has one position.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class LinearGradient(LayerGradient):
 
 
 def linear(call: LayerCall, squares_N: Tensor | None = None) -> dict[str, LayerGradient]:
-    """Weight from outer products, bias from the output gradient alone; ``squares_N`` is ‖x‖² of the rows, if known."""
+    """Return weight and bias gradients of a linear layer; ``squares_N`` is ‖x‖² of the rows, if known."""
     a_UTI = call.x.reshape(call.units, -1, call.x.shape[-1])
     g_UTO = call.dy.reshape(call.units, -1, call.dy.shape[-1])
     layer_gradients: dict[str, LayerGradient] = {}

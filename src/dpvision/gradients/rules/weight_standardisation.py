@@ -38,9 +38,16 @@ _NUMBERS_AT_ONCE: Final = 1 << 18
 @final
 @dataclass(frozen=True)
 class Standardisation:
-    """The facts of all filters: mean, s, total scale ``s · gain``, and where the variance counts.
+    """The constants of all filters of a layer.
 
-    The unit directions ``z_OD`` are made when they are asked for: kept, they would take as much memory as the weights.
+    The unit directions ``z_OD`` are computed on demand, because they would take as much memory as the weights.
+
+    Attributes:
+        weight_OD: the raw filters.
+        mean_O: their means.
+        s_O: 1 / √(sum of squared deviations), with the floor of the layer.
+        scale_O: ``s · gain``.
+        live_O: 1 where the variance is above its floor, else 0.
     """
 
     weight_OD: Tensor
@@ -51,7 +58,7 @@ class Standardisation:
 
     @staticmethod
     def from_layer(weight: Tensor, gain_O: Tensor | None, eps: float) -> Standardisation:
-        """Read off a layer's raw weight and its gain."""
+        """Compute the constants from a layer's raw weight and its gain."""
         weight_OD = weight.detach().flatten(1)
         mean_O = weight_OD.mean(1)
         square_O = (weight_OD - mean_O[:, None]).square().sum(1)
@@ -66,28 +73,28 @@ class Standardisation:
 
     @property
     def z_OD(self) -> Tensor:
-        """Each filter's direction: mean zero, length one where the variance counts."""
+        """Each filter's direction: mean zero, length one where the variance is above its floor."""
         return (self.weight_OD - self.mean_O[:, None]).mul_(self.s_O[:, None])
 
     @property
     def used_OD(self) -> Tensor:
-        """The filters that the convolution uses, gain and all."""
+        """The filters that the convolution uses, including the gain."""
         return (self.weight_OD - self.mean_O[:, None]).mul_(self.scale_O[:, None])
 
     def pull_back(self, e: Tensor) -> Tensor:
-        """The raw weight's gradient, from (…, O, D)."""
+        """Return the raw weight's gradient from that of the used weight, shape (…, O, D)."""
         z_OD = self.z_OD
         along = (e * z_OD).sum(-1, keepdim=True) * self.live_O[:, None]
         return (e - e.mean(-1, keepdim=True) - along * z_OD) * self.scale_O[:, None]
 
     def pulled_back(self, e: Tensor) -> Tensor:
-        """``pull_back`` of a sum in a weight's shape, which is used up; it takes no further memory where it can."""
+        """Return ``pull_back`` of a sum in a weight's shape, which is used up, in place where possible."""
         facts_O = (self.mean_O, self.s_O, self.scale_O, self.live_O)
         found = pull_back.attempt(e, self.weight_OD, facts_O)
         return self.pull_back_in_place(e.flatten(1)).view(e.shape) if found is None else found
 
     def pull_back_in_place(self, e_OD: Tensor) -> Tensor:
-        """``pull_back`` in the memory of ``e_OD``, some filters at a time: a large layer's copies would add up."""
+        """Write ``pull_back`` into ``e_OD``, some filters at a time, because copies of a large layer add up."""
         size = max(1, _NUMBERS_AT_ONCE // self.entries)
         for first in range(0, e_OD.shape[0], size):
             some = slice(first, first + size)
@@ -99,9 +106,13 @@ class Standardisation:
 @final
 @dataclass(frozen=True)
 class Moments:
-    """What norms need of the used weight's gradients: ``Σ_O scale²‖e‖²``, and of each filter Σe and ⟨z, e⟩.
+    """What norms need of the used weight's gradients e.
 
-    ``doubt_UO`` is how far ⟨z, e⟩ may be off where it does not come from e itself.
+    Attributes:
+        squares_U: ``Σ_O scale²‖e‖²`` of each unit.
+        total_UO: Σe of each filter.
+        along_UO: ⟨z, e⟩ of each filter.
+        doubt_UO: how far ⟨z, e⟩ may be off where it is not computed from e itself.
     """
 
     squares_U: Tensor
@@ -112,7 +123,7 @@ class Moments:
 
 @final
 class StandardisedGradient(LayerGradient):
-    """The raw weight's gradient, from the layer_gradient of the weight that the convolution uses."""
+    """The raw weight's gradient, from the gradient of the weight that the convolution uses."""
 
     def __init__(self, used: LayerGradient, facts: Standardisation, moments: Callable[[], Moments]) -> None:
         self._used = used
@@ -156,7 +167,7 @@ class StandardisedGradient(LayerGradient):
 
 @final
 class GainGradient(LayerGradient):
-    """The gain's gradient: ⟨z, e⟩ of each filter, with its doubt where it has one."""
+    """The gain's gradient: ⟨z, e⟩ of each filter."""
 
     def __init__(self, used: LayerGradient, facts: Standardisation, moments: Callable[[], Moments]) -> None:
         self._used = used
@@ -179,10 +190,8 @@ class GainGradient(LayerGradient):
 
 
 def standardised(call: LayerCall, facts: Standardisation | None = None) -> dict[str, LayerGradient]:
-    """Raw weight and gain from the used weight's gradient, bias as in any convolution."""
-    module = call.module
-    if not isinstance(module, WSConv2d):
-        raise TypeError(f"not a WSConv2d: {type(module).__name__}")
+    """Return raw weight and gain gradients from the used weight's gradient, bias as in any convolution."""
+    module = call.layer(WSConv2d)
     layer_gradients: dict[str, LayerGradient] = {}
     if "bias" in call.wanted:
         layer_gradients["bias"] = MaterialisedGradient(sum_by_unit(sum_over_space(call.dy), call.units))
@@ -212,7 +221,7 @@ def _moments(used: ConvolutionGradient, geometry: Correlation, facts: Standardis
 
 
 def _plainly(e_UOD: Tensor, z_OD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """‖e‖², Σe and ⟨z, e⟩ of each filter, where no kernel has them."""
+    """Return ‖e‖², Σe and ⟨z, e⟩ of each filter, without a kernel."""
     squares_UO = sum_of_squares(e_UOD.flatten(0, 1)).unflatten(0, e_UOD.shape[:2])
     directions_OD2 = torch.stack([torch.ones_like(z_OD), z_OD], 2)
     total_UO, along_UO = torch.bmm(e_UOD.transpose(0, 1), directions_OD2).permute(2, 1, 0)
@@ -220,7 +229,7 @@ def _plainly(e_UOD: Tensor, z_OD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _moments_by_ghost(call: LayerCall, x: Tensor, geometry: Correlation, facts: Standardisation) -> Moments:
-    """The same without forming e: ⟨z, e⟩ = Σ_t dy · (z ∗ x), Σe = Σ_t dy · (box sum of x)."""
+    """Return the moments without forming e: ⟨z, e⟩ = Σ_t dy · (z ∗ x), Σe = Σ_t dy · (box sum of x)."""
     scaled = ConvolutionGradient(x, call.dy * facts.scale_O[:, None, None], geometry, call.units)
     z = facts.z_OD.view_as(geometry.weight)
     along = call.dy * F.conv2d(x, z, stride=geometry.stride, groups=geometry.groups)
