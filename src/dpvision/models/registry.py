@@ -1,25 +1,22 @@
-"""What the catalogue holds: every architecture, where it comes from and how large it is.
+"""The registry of models: every architecture by name, with its paper, its options and its size.
 
-An entry's options are read off its factory: a function of few arguments, or a frozen dataclass of many.
-
-The catalogue: names → models.
+``create`` builds a model by name. The options of a model are read from its factory's signature: a function of a few
+arguments, or a frozen dataclass of many.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 import torch
 from torch import nn
 
-from dpvision.errors import ArgumentError, DPVisionError, Problems, brief
+from dpvision.errors import ArgumentError, Problems, brief, did_you_mean, translated_errors
 from dpvision.models.densenet import densenet121
 from dpvision.models.efficientnet import efficientnet_b0, efficientnet_lite0
 from dpvision.models.initialisation import seeded
@@ -34,31 +31,46 @@ from dpvision.models.wrn import WideResNet
 
 
 class Design(Protocol):
-    """A model's options as one value that can make the model."""
+    """The options of a model as one value that can build the model."""
 
     def build(self) -> nn.Module:
-        """The model, its weights drawn from the default generator."""
+        """Build the model, with weights drawn from the default generator."""
         ...
 
 
 Factory = Callable[..., nn.Module | Design]
 _GIVEN_TO_CREATE = ("num_classes", "in_channels")
+_LARGE = 1024
+"""A larger number among the options may make a model that does not fit into memory, so its size is checked first."""
+_FOREIGN = (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError, MemoryError)
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Entry:
-    """One architecture: where it comes from and how large it is with the paper's input and default options."""
+    """One architecture of the registry.
+
+    Attributes:
+        name: what ``create`` takes.
+        family: architectures of one family share a module.
+        paper: where it comes from.
+        image_size: side of the paper's images in pixels.
+        in_channels: channels of the paper's images.
+        num_classes: classes of the paper's task.
+        parameters: number of parameters with these and the default options.
+        factory: makes the model, or its ``Design``.
+        purpose: what it is for, in a line.
+    """
 
     name: str
     family: str
     paper: str
-    purpose: str
     image_size: int
-    in_channels: int = 3
-    num_classes: int = 10
+    in_channels: int
+    num_classes: int
     parameters: int
     factory: Factory = field(repr=False, compare=False)
+    purpose: str
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,7 +80,7 @@ class Entry:
         return {key: p.default for key, p in parameters.items() if key not in (*_GIVEN_TO_CREATE, *fixed)}
 
     def build(self, *, num_classes: int, in_channels: int, **options: Any) -> nn.Module:
-        """The model with these of its ``options``, others as the paper has them; ``create`` checks their names."""
+        """Build the model with some of its ``options``, others as in the paper; ``create`` checks their names."""
         made = self.factory(num_classes=num_classes, in_channels=in_channels, **options)
         return made if isinstance(made, nn.Module) else made.build()
 
@@ -84,319 +96,95 @@ _LITE = "Liu 2020, EfficientNet-Lite (after Tan & Le 2019)"
 _VGG = "Simonyan & Zisserman 2015, Very deep convolutional networks"
 
 _fixed = functools.partial
-ENTRIES: tuple[Entry, ...] = (
-    Entry(
-        name="linear",
-        family="linear",
-        paper="-",
-        purpose="logistic regression on the pixels: the floor that other models must beat",
-        image_size=28,
-        in_channels=1,
-        parameters=7_850,
-        factory=linear,
-    ),
-    Entry(
-        name="shoefit_cnn",
-        family="shoefit",
-        paper=_SHOEFIT,
-        purpose="small grey images (MNIST, FashionMNIST): tanh against relu, capacity by filters=k",
-        image_size=28,
-        in_channels=1,
-        parameters=26_010,
-        factory=shoefit_cnn,
-    ),
-    Entry(
-        name="doermann_cnn",
-        family="shoefit",
-        paper=_DOERMANN,
-        purpose="small grey images: pools before tanh, tuned for large batches",
-        image_size=28,
-        in_channels=1,
-        parameters=25_386,
-        factory=doermann_cnn,
-    ),
-    Entry(
-        name="shoefit_cifar",
-        family="shoefit",
-        paper=_SHOEFIT,
-        purpose="CIFAR: pre-train in public, fine-tune the last layer in private",
-        image_size=32,
-        parameters=2_395_434,
-        factory=shoefit_cifar,
-    ),
-    Entry(
-        name="shoefit_allconv",
-        family="shoefit",
-        paper=_SHOEFIT,
-        purpose="CIFAR: the study of Mean-Var initialisation",
-        image_size=32,
-        parameters=2_334_730,
-        factory=shoefit_allconv,
-    ),
-    Entry(
-        name="tempered_cnn",
-        family="shoefit",
-        paper=_TEMPERED,
-        purpose="CIFAR: bounded activations, tempered_sigmoid(scale,temperature,offset)",
-        image_size=32,
-        parameters=550_570,
-        factory=tempered_cnn,
-    ),
-    Entry(
-        name="resnet9",
-        family="resnet9",
-        paper=_SCALENORM,
-        purpose="colour images of 32 to 160 pixels: the ScaleNorm papers' baseline",
-        image_size=32,
-        parameters=2_447_946,
-        factory=_fixed(resnet9, scale_norm=False),
-    ),
-    Entry(
-        name="scaleresnet9",
-        family="resnet9",
-        paper=_SCALENORM,
-        purpose="ResNet-9 with a norm after each residual addition: the papers' best from scratch",
-        image_size=32,
-        parameters=2_448_714,
-        factory=_fixed(resnet9, scale_norm=True),
-    ),
-    Entry(
-        name="resnet18",
-        family="resnet",
-        paper=_SMOOTHNET,
-        purpose="baseline with GroupNorm and a 3×3 stem",
-        image_size=32,
-        parameters=11_173_962,
-        factory=_fixed(ResNet, depth=18),
-    ),
-    Entry(
-        name="resnet34",
-        family="resnet",
-        paper=_SMOOTHNET,
-        purpose="baseline with GroupNorm and the ImageNet stem",
-        image_size=224,
-        parameters=21_289_802,
-        factory=_fixed(ResNet, depth=34),
-    ),
-    Entry(
-        name="resnet50",
-        family="resnet",
-        paper=_SCALENORM,
-        purpose="larger images (ImageNette at 160 pixels); best with norm=layer",
-        image_size=160,
-        parameters=23_528_522,
-        factory=_fixed(ResNet, depth=50, scale_norm=False),
-    ),
-    Entry(
-        name="scaleresnet50",
-        family="resnet",
-        paper=_SCALENORM,
-        purpose="ResNet-50 with a norm after each residual addition; use norm=layer",
-        image_size=160,
-        parameters=23_558_730,
-        factory=_fixed(ResNet, depth=50, scale_norm=True),
-    ),
-    Entry(
-        name="wrn16_4",
-        family="wrn",
-        paper=_SCALE,
-        purpose="CIFAR with augmentation multiplicity: weight standardisation, activation before norm",
-        image_size=32,
-        parameters=2_753_818,
-        factory=_fixed(WideResNet, depth=16, scale_norm=False),
-    ),
-    Entry(
-        name="wrn40_4",
-        family="wrn",
-        paper=_SCALE,
-        purpose="the strongest CIFAR model from scratch at epsilon 8",
-        image_size=32,
-        parameters=8_961_306,
-        factory=_fixed(WideResNet, depth=40, width=4),
-    ),
-    Entry(
-        name="wrn28_10",
-        family="wrn",
-        paper=_SCALE,
-        purpose="private fine-tuning after public pre-training at 32 pixels",
-        image_size=32,
-        parameters=36_500_378,
-        factory=_fixed(WideResNet, depth=28, width=10),
-    ),
-    Entry(
-        name="scalewrn16_4",
-        family="wrn",
-        paper=_SCALENORM,
-        purpose="WRN-16-4 with ScaleNorm; layout=plain is the ScaleNorm paper's own",
-        image_size=32,
-        parameters=2_755_610,
-        factory=_fixed(WideResNet, depth=16, scale_norm=True),
-    ),
-    Entry(
-        name="smoothnet",
-        family="smoothnet",
-        paper=_SMOOTHNET,
-        purpose="wide, shallow, dense, SELU; its parts are switches",
-        image_size=32,
-        parameters=3_391_853,
-        factory=SmoothNet,
-    ),
-    Entry(
-        name="densenet121",
-        family="densenet",
-        paper=_SMOOTHNET,
-        purpose="baseline with GroupNorm and the ImageNet stem",
-        image_size=224,
-        parameters=6_964_106,
-        factory=densenet121,
-    ),
-    Entry(
-        name="efficientnet_b0",
-        family="efficientnet",
-        paper=_SMOOTHNET,
-        purpose="baseline with GroupNorm and the ImageNet stem",
-        image_size=224,
-        parameters=4_020_358,
-        factory=efficientnet_b0,
-    ),
-    Entry(
-        name="nf_resnet50",
-        family="nfnet",
-        paper=_SCALE,
-        purpose="ImageNet from scratch, without norms",
-        image_size=224,
-        num_classes=1_000,
-        parameters=25_557_048,
-        factory=_fixed(nf_resnet, depth=50),
-    ),
-    Entry(
-        name="nf_resnet200",
-        family="nfnet",
-        paper=_SCALE,
-        purpose="private fine-tuning of the last layer after large public pre-training",
-        image_size=224,
-        num_classes=1_000,
-        parameters=64_673_898,
-        factory=_fixed(nf_resnet, depth=200),
-    ),
-    Entry(
-        name="nfnet_f0",
-        family="nfnet",
-        paper=_SCALE,
-        purpose="the smallest NFNet",
-        image_size=192,
-        num_classes=1_000,
-        parameters=71_489_284,
-        factory=_fixed(nfnet, size=F0),
-    ),
-    Entry(
-        name="nfnet_f3",
-        family="nfnet",
-        paper=_SCALE,
-        purpose="the strongest fine-tuning results, after large public pre-training",
-        image_size=320,
-        num_classes=1_000,
-        parameters=254_924_200,
-        factory=_fixed(nfnet, size=F3),
-    ),
-    Entry(
-        name="unet9",
-        family="segmentation",
-        paper=_SCALENORM,
-        purpose="segmentation of grey slices; long skips are concatenated",
-        image_size=256,
-        in_channels=1,
-        num_classes=1,
-        parameters=12_470_338,
-        factory=_fixed(segmentation9, join="concat", scale_norm=False),
-    ),
-    Entry(
-        name="scaleunet9",
-        family="segmentation",
-        paper=_SCALENORM,
-        purpose="UNet-9 with a norm after each addition and each join",
-        image_size=256,
-        in_channels=1,
-        num_classes=1,
-        parameters=12_474_178,
-        factory=_fixed(segmentation9, join="concat", scale_norm=True),
-    ),
-    Entry(
-        name="linknet9",
-        family="segmentation",
-        paper=_SCALENORM,
-        purpose="segmentation of grey slices; long skips are added",
-        image_size=256,
-        in_channels=1,
-        num_classes=1,
-        parameters=7_233_410,
-        factory=_fixed(segmentation9, join="add", scale_norm=False),
-    ),
-    Entry(
-        name="scalelinknet9",
-        family="segmentation",
-        paper=_SCALENORM,
-        purpose="LinkNet-9 with a norm after each addition",
-        image_size=256,
-        in_channels=1,
-        num_classes=1,
-        parameters=7_235_714,
-        factory=_fixed(segmentation9, join="add", scale_norm=True),
-    ),
-    Entry(
-        name="scatter_linear",
-        family="scatter",
-        paper=_SCATTER,
-        purpose="fixed wavelet features, linear: the best without public data at small epsilon",
-        image_size=32,
-        parameters=155_530,
-        factory=scatter_linear,
-    ),
-    Entry(
-        name="scatter_cnn",
-        family="scatter",
-        paper=_SCATTER,
-        purpose="fixed wavelet features and a small CNN",
-        image_size=32,
-        parameters=187_210,
-        factory=ScatterCNN,
-    ),
-    Entry(
-        name="efficientnet_lite0",
-        family="backbone",
-        paper=_LITE,
-        purpose="public ImageNet weights (--transfer-weights efficientnet-lite0), a private head on frozen features",
-        image_size=224,
-        parameters=3_341_802,
-        factory=efficientnet_lite0,
-    ),
-    Entry(
-        name="vgg16_conv3",
-        family="backbone",
-        paper=_VGG,
-        purpose="public ImageNet weights (--transfer-weights vgg16-conv1-3), a private head on early features",
-        image_size=32,
-        parameters=1_745_738,
-        factory=vgg16_conv3,
-    ),
+_unet9, _linknet9 = _fixed(segmentation9, join="concat"), _fixed(segmentation9, join="add")
+# fmt: off
+# name, family, paper, image size, input channels, classes, parameters, factory; purpose
+_ROWS: tuple[tuple[str, str, str, int, int, int, int, Factory, str], ...] = (
+    ("linear", "linear", "-", 28, 1, 10, 7_850, linear,
+     "logistic regression on the pixels: the floor that other models must beat"),
+    ("shoefit_cnn", "shoefit", _SHOEFIT, 28, 1, 10, 26_010, shoefit_cnn,
+     "small grey images (MNIST, FashionMNIST): tanh against relu, capacity by filters=k"),
+    ("doermann_cnn", "shoefit", _DOERMANN, 28, 1, 10, 25_386, doermann_cnn,
+     "small grey images: pools before tanh, tuned for large batches"),
+    ("shoefit_cifar", "shoefit", _SHOEFIT, 32, 3, 10, 2_395_434, shoefit_cifar,
+     "CIFAR: pre-train in public, fine-tune the last layer in private"),
+    ("shoefit_allconv", "shoefit", _SHOEFIT, 32, 3, 10, 2_334_730, shoefit_allconv,
+     "CIFAR: the study of Mean-Var initialisation"),
+    ("tempered_cnn", "shoefit", _TEMPERED, 32, 3, 10, 550_570, tempered_cnn,
+     "CIFAR: bounded activations, tempered_sigmoid(scale,temperature,offset)"),
+    ("resnet9", "resnet9", _SCALENORM, 32, 3, 10, 2_447_946, _fixed(resnet9, scale_norm=False),
+     "colour images of 32 to 160 pixels: the ScaleNorm papers' baseline"),
+    ("scaleresnet9", "resnet9", _SCALENORM, 32, 3, 10, 2_448_714, _fixed(resnet9, scale_norm=True),
+     "ResNet-9 with a norm after each residual addition: the papers' best from scratch"),
+    ("resnet18", "resnet", _SMOOTHNET, 32, 3, 10, 11_173_962, _fixed(ResNet, depth=18),
+     "baseline with GroupNorm and a 3×3 stem"),
+    ("resnet34", "resnet", _SMOOTHNET, 224, 3, 10, 21_289_802, _fixed(ResNet, depth=34),
+     "baseline with GroupNorm and the ImageNet stem"),
+    ("resnet50", "resnet", _SCALENORM, 160, 3, 10, 23_528_522, _fixed(ResNet, depth=50, scale_norm=False),
+     "larger images (ImageNette at 160 pixels); best with norm=layer"),
+    ("scaleresnet50", "resnet", _SCALENORM, 160, 3, 10, 23_558_730, _fixed(ResNet, depth=50, scale_norm=True),
+     "ResNet-50 with a norm after each residual addition; use norm=layer"),
+    ("wrn16_4", "wrn", _SCALE, 32, 3, 10, 2_753_818, _fixed(WideResNet, depth=16, scale_norm=False),
+     "CIFAR with augmentation multiplicity: weight standardisation, activation before norm"),
+    ("wrn40_4", "wrn", _SCALE, 32, 3, 10, 8_961_306, _fixed(WideResNet, depth=40, width=4),
+     "the strongest CIFAR model from scratch at epsilon 8"),
+    ("wrn28_10", "wrn", _SCALE, 32, 3, 10, 36_500_378, _fixed(WideResNet, depth=28, width=10),
+     "private fine-tuning after public pre-training at 32 pixels"),
+    ("scalewrn16_4", "wrn", _SCALENORM, 32, 3, 10, 2_755_610, _fixed(WideResNet, depth=16, scale_norm=True),
+     "WRN-16-4 with ScaleNorm; layout=plain is the ScaleNorm paper's own"),
+    ("smoothnet", "smoothnet", _SMOOTHNET, 32, 3, 10, 3_391_853, SmoothNet,
+     "wide, shallow, dense, SELU; its parts are switches"),
+    ("densenet121", "densenet", _SMOOTHNET, 224, 3, 10, 6_964_106, densenet121,
+     "baseline with GroupNorm and the ImageNet stem"),
+    ("efficientnet_b0", "efficientnet", _SMOOTHNET, 224, 3, 10, 4_020_358, efficientnet_b0,
+     "baseline with GroupNorm and the ImageNet stem"),
+    ("nf_resnet50", "nfnet", _SCALE, 224, 3, 1_000, 25_557_048, _fixed(nf_resnet, depth=50),
+     "ImageNet from scratch, without norms"),
+    ("nf_resnet200", "nfnet", _SCALE, 224, 3, 1_000, 64_673_898, _fixed(nf_resnet, depth=200),
+     "private fine-tuning of the last layer after large public pre-training"),
+    ("nfnet_f0", "nfnet", _SCALE, 192, 3, 1_000, 71_489_284, _fixed(nfnet, size=F0),
+     "the smallest NFNet"),
+    ("nfnet_f3", "nfnet", _SCALE, 320, 3, 1_000, 254_924_200, _fixed(nfnet, size=F3),
+     "the strongest fine-tuning results, after large public pre-training"),
+    ("unet9", "segmentation", _SCALENORM, 256, 1, 1, 12_470_338, _fixed(_unet9, scale_norm=False),
+     "segmentation of grey slices; long skips are concatenated"),
+    ("scaleunet9", "segmentation", _SCALENORM, 256, 1, 1, 12_474_178, _fixed(_unet9, scale_norm=True),
+     "UNet-9 with a norm after each addition and each join"),
+    ("linknet9", "segmentation", _SCALENORM, 256, 1, 1, 7_233_410, _fixed(_linknet9, scale_norm=False),
+     "segmentation of grey slices; long skips are added"),
+    ("scalelinknet9", "segmentation", _SCALENORM, 256, 1, 1, 7_235_714, _fixed(_linknet9, scale_norm=True),
+     "LinkNet-9 with a norm after each addition"),
+    ("scatter_linear", "scatter", _SCATTER, 32, 3, 10, 155_530, scatter_linear,
+     "fixed wavelet features, linear: the best without public data at small epsilon"),
+    ("scatter_cnn", "scatter", _SCATTER, 32, 3, 10, 187_210, ScatterCNN,
+     "fixed wavelet features and a small CNN"),
+    ("efficientnet_lite0", "backbone", _LITE, 224, 3, 10, 3_341_802, efficientnet_lite0,
+     "public ImageNet weights (--transfer-weights efficientnet-lite0), a private head on frozen features"),
+    ("vgg16_conv3", "backbone", _VGG, 32, 3, 10, 1_745_738, vgg16_conv3,
+     "public ImageNet weights (--transfer-weights vgg16-conv1-3), a private head on early features"),
 )
+# fmt: on
 
-
-_BY_NAME: dict[str, Entry] = {found.name: found for found in ENTRIES}
-# From here up a number may make a model that does not fit into memory, so it is counted first.
-_LARGE = 1024
+ENTRIES: tuple[Entry, ...] = tuple(Entry(*row) for row in _ROWS)
+_BY_NAME: dict[str, Entry] = {each.name: each for each in ENTRIES}
 
 
 def catalogue() -> tuple[Entry, ...]:
-    """Every architecture, family by family."""
+    """Every registered architecture, family by family."""
     return ENTRIES
 
 
 def entry(name: str) -> Entry:
-    """The entry of that name."""
+    """Look up an architecture.
+
+    Args:
+        name: a registered name.
+
+    Raises:
+        ArgumentError: if there is none of that name; the message suggests similar ones.
+    """
     if name not in _BY_NAME:
-        close = difflib.get_close_matches(str(name), _BY_NAME, n=3)
-        hint = f"Did you mean {' or '.join(close)}?" if close else f"There are: {', '.join(_BY_NAME)}."
+        hint = did_you_mean(name, _BY_NAME)
         raise ArgumentError(f"model must be a name of the catalogue, got {brief(name)!r}. {hint}")
     return _BY_NAME[name]
 
@@ -404,12 +192,23 @@ def entry(name: str) -> Entry:
 def create(
     name: str, *, num_classes: int = 10, in_channels: int = 3, seed: int | None = None, **options: Any
 ) -> nn.Module:
-    """Build a model on the CPU, with weights drawn from ``seed`` (None: from the operating system's entropy).
+    """Build a model on the CPU.
 
-    ``options`` are those of ``entry(name).options``; any other is refused. The global generator does not move.
+    Args:
+        name: a registered name.
+        num_classes: number of outputs, at least 1.
+        in_channels: channels of the images, at least 1.
+        seed: of the initial weights; None takes entropy from the operating system. The global generator does not move.
+        options: those of ``entry(name).options``; any other is refused.
+
+    Returns:
+        The model in training mode, float32.
+
+    Raises:
+        ArgumentError: if an argument is not possible or the model does not fit into memory.
     """
     build = _checked(name, num_classes=num_classes, in_channels=in_channels, options=options)
-    with _worded(name, options):
+    with translated_errors(*_FOREIGN, saying=f"{name} can't be made with the options {brief(options)}"):
         numbers = [num_classes, in_channels, *(value for value in options.values() if isinstance(value, int))]
         if max(numbers) > _LARGE:
             _require_memory(build)
@@ -418,9 +217,8 @@ def create(
 
 
 def count_parameters(name: str, *, num_classes: int = 10, in_channels: int = 3, **options: Any) -> int:
-    """How many parameters ``create`` would make, without making them."""
-    build = _checked(name, num_classes=num_classes, in_channels=in_channels, options=options)
-    return _count(build)
+    """Count the parameters of the model that ``create`` would build with the same arguments, without building it."""
+    return _count(_checked(name, num_classes=num_classes, in_channels=in_channels, options=options))
 
 
 def _count(build: Callable[[], nn.Module]) -> int:
@@ -429,25 +227,14 @@ def _count(build: Callable[[], nn.Module]) -> int:
 
 
 def _require_memory(build: Callable[[], nn.Module]) -> None:
-    """Refuse a model that this machine can't hold before it is filled with numbers."""
+    """Refuse a model that is larger than the machine's memory before it is allocated."""
     needed = _count(build) * torch.float32.itemsize
     if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
         raise ArgumentError(f"the model would need {needed} bytes, more than this machine has. Lower its options.")
 
 
-@contextmanager
-def _worded(name: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Options may come from anybody's file: what a model's code says of impossible ones is worded as ours."""
-    try:
-        yield
-    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError, MemoryError) as error:
-        if isinstance(error, DPVisionError):
-            raise
-        reason = brief((str(error).splitlines() or [type(error).__name__])[0])
-        raise ArgumentError(f"{name} can't be made with the options {brief(dict(options))}: {reason}") from error
-
-
 def _checked(name: str, *, num_classes: int, in_channels: int, options: dict[str, Any]) -> Callable[[], nn.Module]:
+    """Check the arguments and return a function that builds the model."""
     found = entry(name)
     problems = Problems()
     problems.count("num_classes", num_classes)
