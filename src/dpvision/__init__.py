@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dpvision.config import RunConfig
     from dpvision.gradients.clipped_sum import clipped_sum
-    from dpvision.gradients.model_check import check_model
+    from dpvision.gradients.plan import check_model
     from dpvision.inference.load import load_model
     from dpvision.privacy.mechanism import Guarantee, Mechanism
     from dpvision.privacy.noise import privatize
@@ -44,7 +44,7 @@ _HOMES = {
     "Mechanism": "privacy.mechanism",
     "PrivateGrad": "privacy.values",
     "RunConfig": "config",
-    "check_model": "gradients.model_check",
+    "check_model": "gradients.plan",
     "clipped_sum": "gradients.clipped_sum",
     "load_model": "inference.load",
     "privatize": "privacy.noise",

@@ -43,3 +43,12 @@ def test_the_tree_of_the_architecture_page_lists_every_module() -> None:
         listed |= {folder + name for name in re.findall(r"^\| `(\w+\.py)` \|", section, re.MULTILINE)}
     modules = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if not path.name.startswith("__")}
     assert listed == modules
+
+
+def test_the_page_on_python_lists_every_public_name_and_each_exists() -> None:
+    import dpvision
+
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert listed == set(dpvision.__all__) - {"__version__"}
+    assert all(getattr(dpvision, name) for name in listed)

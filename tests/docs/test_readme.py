@@ -24,7 +24,6 @@ def test_the_python_example_runs(
 def test_the_expression_for_a_configuration_from_a_paper_works() -> None:
     (code,) = re.findall(r"`(dpvision\.papers\.[^`]+)`", README)
     import dpvision
-    import dpvision.papers
 
     assert isinstance(eval(code, {"dpvision": dpvision}), dpvision.RunConfig)  # noqa: S307 - our own README
 
