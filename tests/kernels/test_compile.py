@@ -189,7 +189,7 @@ def _a_link(path: Path) -> None:
 
 @pytest.mark.parametrize("tamper", [_writable_by_all, _a_link])
 @pytest.mark.parametrize("folder", [False, True], ids=["the file", "the folder"])
-def test_kernels_that_somebody_else_could_have_put_there_are_not_loaded(
+def test_kernels_that_another_user_could_have_put_there_are_not_loaded(
     tmp_path: Path, tamper: Callable[[Path], None], folder: bool
 ) -> None:
     require_compiler()
@@ -197,7 +197,7 @@ def test_kernels_that_somebody_else_could_have_put_there_are_not_loaded(
     [library] = built(tmp_path)
     tamper(library.parent if folder else library)
     building._built.cache_clear()
-    assert_nothing_but_a_reason("could have been changed by somebody else")
+    assert_nothing_but_a_reason("could have been changed by another user")
 
 
 def test_a_generous_umask_does_not_keep_us_from_our_own_kernels(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""Memory that a step frees is kept for the next step, instead of coming anew from the system, page by page.
+"""Keep freed memory in the process for the next step, instead of asking the system for new pages.
 
-A fresh page costs more than working on it: a small network's step takes a quarter longer without this.
+A new page costs more than the work on it: a small network's step takes a quarter longer without this. Only glibc has
+these settings; elsewhere the functions do nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from typing import Final, final
 _TRIM_THRESHOLD: Final = -1
 _MMAP_THRESHOLD: Final = -3
 _KEPT_BYTES: Final = 1 << 29
-_LARGEST_KEPT_BLOCK: Final = 1 << 25  # what glibc allows at most
+_LARGEST_KEPT_BLOCK: Final = 1 << 25  # the most that glibc allows
 _WORTH_GIVING_BACK: Final = 1 << 28
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep half a gibibyte of freed memory: for whoever goes on to take steps.
+    """Let this process keep half a gibibyte of freed memory, for the steps that follow.
 
-    Returns whether the C library knows the setting: glibc does.
+    Returns:
+        Whether the C library has the setting.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -29,24 +31,24 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Return what was freed to the system: after work that is done once and needs more than what follows it."""
+    """Return freed memory to the system: after work that is done once and needs more than the work after it."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @final
 class GivingBack:
-    """Returns freed memory to the system now and then, while tensors are made that take the place of others.
+    """Returns freed memory to the system from time to time, while tensors replace others.
 
-    What one tensor leaves is not what the next one gets: the C library prefers holes that fit better, and both count.
-    Small models never come to the point where it pays.
+    A new tensor does not always get the memory of the one it replaces: the C library prefers holes that fit better, and
+    both stay allocated. Small models never reach the number of bytes at which it pays.
     """
 
     def __init__(self) -> None:
         self._bytes = 0
 
     def replaced(self, num_bytes: int) -> None:
-        """So many bytes were made, and others freed."""
+        """Count bytes of a new tensor that replaces another; return memory after every 256 MiB."""
         self._bytes += num_bytes
         if self._bytes >= _WORTH_GIVING_BACK:
             give_back_freed_memory()

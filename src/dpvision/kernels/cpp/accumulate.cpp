@@ -1,4 +1,4 @@
-// Sums of per-unit gradients with a factor each, added to a running float64 sum in one pass over the memory.
+// Running float64 sums of per-unit gradients with a factor each, in one pass over the memory; their order of entries.
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -48,4 +48,19 @@ extern "C" void dpvision_add_weighted(int64_t units, int64_t entries, double* to
             add<TOGETHER>(total_D, first, last, live.parts.data() + u, live.factors.data() + u);
         for (; u < count; u++) add<1>(total_D, first, last, live.parts.data() + u, live.factors.data() + u);
     }
+}
+
+// From (taps, in, out), the order in which gradients of filters are added, to (out, in, taps), that of a weight.
+// Eight outputs are a line of the cache, which is read once; their filters are written one behind the other.
+extern "C" void dpvision_filter_order(int64_t taps, int64_t inputs, int64_t outputs, const double* sums_KIO,
+                                      double* weight_OIK, int threads) {
+    constexpr int64_t LINE = 8;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t first = 0; first < outputs; first += LINE)
+        for (int64_t i = 0; i < inputs; i++)
+            for (int64_t k = 0; k < taps; k++) {
+                const double* from = sums_KIO + (k * inputs + i) * outputs;
+                for (int64_t o = first; o < std::min(outputs, first + LINE); o++)
+                    weight_OIK[(o * inputs + i) * taps + k] = from[o];
+            }
 }

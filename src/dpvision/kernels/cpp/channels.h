@@ -1,4 +1,4 @@
-// How the kernels of this folder walk over a channels-last picture: runs of positions, blocks of channels.
+// How the kernels of this folder walk over a channels-last image: runs of positions, blocks of channels.
 #pragma once
 #include "scratch.h"
 #include "simd.h"
@@ -30,7 +30,7 @@ static inline void for_channel_blocks(int64_t channels, Visit&& visit) {
 // Tables with one entry a channel have this many, so that whole vectors can be read from them.
 static inline int64_t padded(int64_t channels) { return (channels + LANES - 1) / LANES * LANES; }
 
-// Positions that are added up in float32 before the sum goes on in double: few enough for the sum to be exact to
+// Positions that are added up in float32 before the sum continues in double: few enough for the sum to be exact to
 // about 1e-7 and for a run to stay in the first cache, many enough for the conversion to cost nothing.
 static inline int64_t run_length(int64_t channels) {
     constexpr int64_t FLOATS = 8192, LEAST = 32, MOST = 128;

@@ -91,11 +91,11 @@ double unit_gradient(const Windows& sizes, const float* x, const float* dy, floa
 }  // namespace
 
 // The gradients (units, channels, kernel height · kernel width) and their squared lengths. The kernel is 3, 5 or 7 wide.
-extern "C" void dpvision_depthwise_gradients(int64_t units, int64_t rows_per_unit, int64_t row_stride, int64_t line_stride,
-                                             int64_t channels, int64_t height, int64_t width, int64_t outputs,
-                                             int64_t kernel_height, int64_t kernel_width, int64_t stride_height,
-                                             int64_t stride_width, const float* x, const float* dy, float* gradients,
-                                             double* squares, int threads) {
+extern "C" void dpvision_depthwise_gradients(int64_t units, int64_t rows_per_unit, int64_t row_stride,
+                                             int64_t line_stride, int64_t channels, int64_t height, int64_t width,
+                                             int64_t outputs, int64_t kernel_height, int64_t kernel_width,
+                                             int64_t stride_height, int64_t stride_width, const float* x,
+                                             const float* dy, float* gradients, double* squares, int threads) {
     const Windows sizes{rows_per_unit, row_stride, line_stride, channels, height, width, outputs,
                         kernel_height, kernel_width, stride_height, stride_width};
     const auto gradient_of = sizes.kernel_width == 3   ? unit_gradient<3>

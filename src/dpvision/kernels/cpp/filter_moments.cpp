@@ -52,7 +52,7 @@ double total(const d4& x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 
 extern "C" void dpvision_filter_moments(int64_t units, int64_t outputs, int64_t depth, const float* e_UOD,
                                         const float* z_OD, double* moments_UMO, int threads) {
-    // Filter after filter, so that a filter's z stays at hand for all units.
+    // Filter after filter, so that a filter's z stays in the cache for all units.
 #pragma omp parallel for num_threads(threads) schedule(static) if (units * outputs * depth >= ENOUGH)
     for (int64_t row = 0; row < units * outputs; row++) {
         const int64_t u = row % units, o = row / units;

@@ -1,7 +1,7 @@
 // The squared norm of a 3×3 convolution's weight gradient (stride 1, padding 1) from two Gram matrices.
 //
 // Two windows, around positions t and t', have the inner product Σ_d x_gram[t + d, t' + d] over the nine shifts d that
-// keep both inside the picture. It is added up in two steps, first the vertical shifts, then the horizontal ones.
+// keep both inside the image. It is added up in two steps, first the vertical shifts, then the horizontal ones.
 #include <cmath>
 
 #include "scratch.h"

@@ -1,4 +1,4 @@
-// Sums over the positions of a picture, one for every channel, of a convolution's output and its gradient.
+// Sums over the positions of an image, one for every channel, of a convolution's output and its gradient.
 #include <cmath>
 
 #include "channels.h"

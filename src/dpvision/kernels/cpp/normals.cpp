@@ -49,9 +49,9 @@ extern "C" void dpvision_normals(int64_t pairs, int64_t tail_count, void* words,
         piece(radius_words, radius_words + 8 * pairs, first, std::min(first + PIECE, pairs), tails);
 }
 
-// Both parts become whole numbers of grid steps before they meet: see noise.py. `sums` are `parts` rows, of `counts`
-// numbers each, and the means take their place; the normals of all of them lie in one row. Returns how many sums are not
-// finite; the means are good for nothing then.
+// Sum and noise are rounded to whole numbers of grid steps before they are added: see privacy/noise.py. `sums` are
+// `parts` rows of `counts` numbers each, overwritten by the means; the normals of all of them lie in one row. Returns
+// how many sums are not finite; if any, the means must not be used.
 extern "C" int64_t dpvision_release(int64_t parts, double steps_per_sum, double steps_per_normal, double mean_per_step,
                                     const int64_t* counts, double* const* sums, const double* normals, int threads) {
     int64_t broken = 0;

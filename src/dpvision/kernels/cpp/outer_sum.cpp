@@ -48,7 +48,7 @@ void add_run(const Block& block, const float* a, int64_t columns, const int64_t*
         for (int v = 0; v < Block::VECTORS; v++) add_to(totals + o * stride + v * LANES, sums[o][v]);
 }
 
-// The next run of rows is called into the second cache while this one is worked on: a row's columns are too few, and
+// The next run of rows is prefetched into the second cache while this one is computed: a row's columns are too few, and
 // the next row too far away, for the processor to do so by itself.
 void prefetch(const float* a, int64_t columns, const int64_t* rows, int64_t run) {
     for (int64_t r = 0; r < run; r++) __builtin_prefetch(a + rows[r] * columns, 0, 2);

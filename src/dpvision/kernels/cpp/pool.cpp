@@ -1,6 +1,6 @@
-// Max-pools of stride 1 and their gradients, in channels-last pictures: 3×3 with padding 1, 2×2 without.
+// Max-pools of stride 1 and their gradients, in channels-last images: 3×3 with padding 1, 2×2 without.
 //
-// A row of a picture is one run of width · channels numbers, and a number's neighbours to the left and right lie
+// A row of an image is one run of width · channels numbers, and a number's neighbours to the left and right lie
 // `channels` before and behind it. So vectors go along the run, over the borders of pixels, whatever the channels.
 //
 // The largest of nine is the largest of three largest: each row is searched from left to right once, and its winners
@@ -12,7 +12,7 @@ namespace {
 
 typedef uint8_t u8x8 __attribute__((vector_size(8)));
 
-struct Picture {
+struct Image {
     int64_t height, width, channels;
 
     int64_t row() const { return width * channels; }
@@ -67,7 +67,7 @@ static inline void for_vectors(int64_t begin, int64_t end, Visit&& visit) {
     if (p < end) visit(p, Part{static_cast<int>(end - p)});
 }
 
-// The neighbours FIRST … LAST of -1, 0 and 1 that a pixel has along one side of the picture. Constants, because only
+// The neighbours FIRST … LAST of -1, 0 and 1 that a pixel has along one side of the image. Constants, because only
 // then does the compiler unroll what is done for each of them.
 template <int FIRST, int LAST> struct Neighbours {
     static constexpr int first = FIRST, last = LAST;
@@ -99,9 +99,9 @@ struct Winners {
     uint8_t* indices;
 };
 
-void search_row(const Picture& picture, const float* x, const Winners& out) {
-    const int64_t C = picture.channels;
-    for_parts(picture.width, [&](auto columns, int64_t begin, int64_t end) {
+void search_row(const Image& image, const float* x, const Winners& out) {
+    const int64_t C = image.channels;
+    for_parts(image.width, [&](auto columns, int64_t begin, int64_t end) {
         for_vectors(begin * C, end * C, [=](int64_t p, auto vector) {
             Best best{vector.get(x + p + columns.first * C), i8x32{} + (columns.first + 1)};
 #pragma GCC unroll 2
@@ -129,29 +129,29 @@ void search_rows(Rows, int64_t length, const Winners* rows, float* y, uint8_t* i
     });
 }
 
-void pool(const Picture& picture, const float* x, float* y, uint8_t* index) {
+void pool(const Image& image, const float* x, float* y, uint8_t* index) {
     static thread_local Scratch memory;
-    const int64_t row = picture.row(), floats = (row + 3) / 4;  // as many as have room for a row of bytes
+    const int64_t row = image.row(), floats = (row + 3) / 4;  // as many as have room for a row of bytes
     float* block = memory.floats(3 * (row + floats));
     const auto winners = [&](int64_t i) {
         const int64_t slot = (i + 3) % 3;
         return Winners{block + slot * row, reinterpret_cast<uint8_t*>(block + 3 * row + slot * floats)};
     };
-    search_row(picture, x, winners(0));
-    for_parts(picture.height, [&](auto neighbours, int64_t begin, int64_t end) {
+    search_row(image, x, winners(0));
+    for_parts(image.height, [&](auto neighbours, int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i++) {
-            if (neighbours.last == 1) search_row(picture, x + (i + 1) * row, winners(i + 1));
+            if (neighbours.last == 1) search_row(image, x + (i + 1) * row, winners(i + 1));
             const Winners rows[3] = {winners(i - 1), winners(i), winners(i + 1)};
             search_rows(neighbours, row, rows, y + i * row, index + i * row);
         }
     });
 }
 
-// Each input gathers from the windows that it may have won, in their order: nobody else writes to it.
+// Each input gathers from the windows whose maximum it may be, in their order: no other thread writes to it.
 template <class Rows>
-void unpool_row(Rows, const Picture& picture, const float* dy, const uint8_t* index, float* dx) {
-    const int64_t C = picture.channels, row = picture.row();
-    for_parts(picture.width, [&](auto columns, int64_t begin, int64_t end) {
+void unpool_row(Rows, const Image& image, const float* dy, const uint8_t* index, float* dx) {
+    const int64_t C = image.channels, row = image.row();
+    for_parts(image.width, [&](auto columns, int64_t begin, int64_t end) {
         for_vectors(begin * C, end * C, [=](int64_t p, auto vector) {
             v8 sum = {};
 #pragma GCC unroll 3
@@ -159,7 +159,7 @@ void unpool_row(Rows, const Picture& picture, const float* dy, const uint8_t* in
 #pragma GCC unroll 3
                 for (int k = columns.first; k <= columns.last; k++) {
                     const int64_t at = p + r * row + k * C;
-                    const int32_t mine = 3 * (1 - r) + 1 - k;  // in the window of a neighbour above, I am below
+                    const int32_t mine = 3 * (1 - r) + 1 - k;  // in the window of a neighbour above, this input is below
                     sum += vector.get(index + at) == mine ? vector.get(dy + at) : all(0);
                 }
             vector.put(dx + p, sum);
@@ -167,17 +167,17 @@ void unpool_row(Rows, const Picture& picture, const float* dy, const uint8_t* in
     });
 }
 
-void unpool(const Picture& picture, const float* dy, const uint8_t* index, float* dx) {
-    const int64_t row = picture.row();
-    for_parts(picture.height, [&](auto neighbours, int64_t begin, int64_t end) {
+void unpool(const Image& image, const float* dy, const uint8_t* index, float* dx) {
+    const int64_t row = image.row();
+    for_parts(image.height, [&](auto neighbours, int64_t begin, int64_t end) {
         for (int64_t at = begin * row; at < end * row; at += row)
-            unpool_row(neighbours, picture, dy + at, index + at, dx + at);
+            unpool_row(neighbours, image, dy + at, index + at, dx + at);
     });
 }
 
 // 2×2 windows without padding: output (i, j) looks at inputs i, i + 1 and j, j + 1, so that only the way back has borders.
 struct Smaller {
-    Picture in;
+    Image in;
 
     int64_t row() const { return in.row() - in.channels; }
     int64_t size() const { return (in.height - 1) * row(); }
@@ -246,20 +246,20 @@ extern "C" void dpvision_pool2_backward(int64_t rows, int64_t height, int64_t wi
 // y, and for each of its numbers which of the window's nine it is: 0 … 8, row by row.
 extern "C" void dpvision_pool3_forward(int64_t rows, int64_t height, int64_t width, int64_t channels, const float* x,
                                       float* y, uint8_t* index, int threads) {
-    const Picture picture{height, width, channels};
+    const Image image{height, width, channels};
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < rows; n++) {
-        const int64_t at = n * picture.size();
-        pool(picture, x + at, y + at, index + at);
+        const int64_t at = n * image.size();
+        pool(image, x + at, y + at, index + at);
     }
 }
 
 extern "C" void dpvision_pool3_backward(int64_t rows, int64_t height, int64_t width, int64_t channels, const float* dy,
                                        const uint8_t* index, float* dx, int threads) {
-    const Picture picture{height, width, channels};
+    const Image image{height, width, channels};
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t n = 0; n < rows; n++) {
-        const int64_t at = n * picture.size();
-        unpool(picture, dy + at, index + at, dx + at);
+        const int64_t at = n * image.size();
+        unpool(image, dy + at, index + at, dx + at);
     }
 }

@@ -43,9 +43,9 @@ void to_weight_order(const double* from_KI, int64_t channels, int64_t places, do
 
 }  // namespace
 
-extern "C" void dpvision_pull_back(int64_t filters, int64_t channels, int64_t places, int64_t channels_inside, double* e_OD,
-                                   const float* weight_OD, const float* mean_O, const float* s_O, const float* scale_O,
-                                   const float* live_O, int threads) {
+extern "C" void dpvision_pull_back(int64_t filters, int64_t channels, int64_t places, int64_t channels_inside,
+                                   double* e_OD, const float* weight_OD, const float* mean_O, const float* s_O,
+                                   const float* scale_O, const float* live_O, int threads) {
     const int64_t entries = channels * places;
 #pragma omp parallel num_threads(threads) if (filters * entries >= ENOUGH)
     {

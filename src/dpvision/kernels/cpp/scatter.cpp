@@ -1,4 +1,4 @@
-// Wavelet scattering of order 2, eight planes (a colour of a picture each) at a time, one in every lane.
+// Wavelet scattering of order 2, eight planes (a colour of an image each) at a time, one in every lane.
 //
 // All of a plane's work stays in the cache: transform, filter, transform back, take the modulus, blur; the moduli of
 // order 1 go through it once more.
@@ -25,7 +25,7 @@ struct Sizes {
 // Sizes and tables. A table of wavelets is (angles, height, width) at its level, one of the blur (outputs, size at its
 // level).
 struct Scattering : Sizes {
-    const float* const* wavelets;  // (scales, scales): of scale j for pictures subsampled by 2^level
+    const float* const* wavelets;  // (scales, scales): of scale j for images subsampled by 2^level
     const float* const* blur_y;    // (scales)
     const float* const* blur_x;
 
@@ -48,7 +48,7 @@ v8 root(v8 x) {
 }
 #endif
 
-// A few planes on their way; the room of a thread is used again for the next ones.
+// The planes in work; a thread uses the same memory for the next ones.
 class Planes {
   public:
     Planes(const Scattering& sizes, const std::vector<Fourier>& lines, const std::vector<Fourier>& columns)
@@ -61,11 +61,11 @@ class Planes {
     void scatter(const float* x, float* y, int64_t from, int count) {
         read(x, from, count);
         blur(first, 0, 0);
-        to_frequencies(first, picture_hat, 0);
+        to_frequencies(first, image_hat, 0);
         int64_t path = 1 + sizes.scales * sizes.angles;
         for (int64_t j = 0; j < sizes.scales; j++)
             for (int64_t angle = 0; angle < sizes.angles; angle++) {
-                modulus(picture_hat, 0, j, angle, first);
+                modulus(image_hat, 0, j, angle, first);
                 blur(first, j, 1 + j * sizes.angles + angle);
                 if (j + 1 < sizes.scales) path = second_order(j, path);
             }
@@ -83,7 +83,7 @@ class Planes {
             if (block) start = reinterpret_cast<std::remove_reference_t<decltype(start)>>(block + used);
             used += count * sizeof(*start) / sizeof(float);
         };
-        for (Complex** plane : {&picture_hat, &first_hat, &work}) place(*plane, area);
+        for (Complex** plane : {&image_hat, &first_hat, &work}) place(*plane, area);
         place(room, 2 * longest);
         for (v8** plane : {&first, &second}) place(*plane, area);
         place(blurred, longest * width);
@@ -91,7 +91,7 @@ class Planes {
         return used;
     }
 
-    // All paths that go on from one modulus of order 1; returns the number of the next path.
+    // All paths of order 2 that start at one modulus of order 1; returns the number of the next path.
     int64_t second_order(int64_t level, int64_t path) {
         to_frequencies(first, first_hat, level);
         for (int64_t j = level + 1; j < sizes.scales; j++)
@@ -222,7 +222,7 @@ class Planes {
     static constexpr int WIDE = 8;
     const Scattering& sizes;
     const std::vector<Fourier>&lines, &columns;
-    Complex *picture_hat = nullptr, *first_hat = nullptr, *work = nullptr, *room = nullptr;
+    Complex *image_hat = nullptr, *first_hat = nullptr, *work = nullptr, *room = nullptr;
     v8 *first = nullptr, *second = nullptr, *blurred = nullptr, *results = nullptr;
 };
 

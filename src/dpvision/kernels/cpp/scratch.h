@@ -1,4 +1,4 @@
-// Working memory that a thread keeps from call to call, so that kernels need not ask the system for it each time.
+// Working memory that a thread keeps from call to call, so that kernels do not allocate it each time.
 #pragma once
 #include <cstddef>
 #include <cstdlib>

@@ -169,11 +169,11 @@ double unit_gradient(const Windows& sizes, const Reading& reading, const float* 
 }  // namespace
 
 // The gradients (units, outputs, kernel height · kernel width · channels) and their squared lengths.
-extern "C" void dpvision_window_gradients(int64_t units, int64_t rows_per_unit, int64_t row_stride, int64_t line_stride,
-                                          int64_t channels, int64_t height, int64_t width, int64_t outputs,
-                                          int64_t kernel_height, int64_t kernel_width, int64_t stride_height,
-                                          int64_t stride_width, const float* x, const float* dy, float* gradients,
-                                          double* squares, int threads) {
+extern "C" void dpvision_window_gradients(int64_t units, int64_t rows_per_unit, int64_t row_stride,
+                                          int64_t line_stride, int64_t channels, int64_t height, int64_t width,
+                                          int64_t outputs, int64_t kernel_height, int64_t kernel_width,
+                                          int64_t stride_height, int64_t stride_width, const float* x,
+                                          const float* dy, float* gradients, double* squares, int threads) {
     const Windows sizes{rows_per_unit, row_stride, line_stride, channels, height, width, outputs,
                         kernel_height, kernel_width, stride_height, stride_width};
     const Reading reading(sizes);

@@ -10,11 +10,11 @@
 // A tile's 36 points lie far apart in memory. At distances that are multiples of 4096 bytes they would compete for the
 // same few lines of the cache, so every point's block is followed by a gap of one line.
 //
-// Channels come in panels of 16. The last panel of a picture may have fewer: what it lacks is read as zeros and not
+// Channels come in panels of 16. The last panel of an image may have fewer: what it lacks is read as zeros and not
 // written at all, so that no access goes beyond a pixel's own channels.
 //
 // Each of the four maps is applied to one dimension by a function here, and to two by calling it on rows and columns.
-// A tile that sticks out at the right or bottom reads zeros there and writes into the void.
+// A tile that extends beyond the right or bottom edge reads zeros there and writes to memory that is not used.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -29,7 +29,7 @@ constexpr int GAP = PANEL;              // floats between the points' blocks: se
 
 static inline int64_t panels_of(int64_t channels) { return (channels + PANEL - 1) / PANEL; }
 
-// How a whole panel is read from a picture and written to it. (Panels go by reference: where no register holds one, a
+// How a whole panel is read from an image and written to it. (Panels go by reference: where no register holds one, a
 // function cannot return it without a warning.)
 struct WholePanel {
     static constexpr int count() { return PANEL; }
@@ -74,7 +74,7 @@ class PartPanel {
     int channels;
 };
 
-// Calls `visit(panel, first channel)` for one panel of a picture with so many channels, or for every one. What is in
+// Calls `visit(panel, first channel)` for one panel of an image with this many channels, or for every panel. What is in
 // `visit` is compiled for whole panels by themselves, with a constant count.
 template <class Visit>
 static inline void for_panel(int64_t index, int64_t channels, Visit&& visit) {
@@ -156,29 +156,29 @@ static inline void to_taps(const v16* q, int step, v16* out, int out_step) {
     out[2 * out_step] = q[5 * step] - near_sum + (1.f / 6) * far_sum;
 }
 
-// The addresses of a square of pixels of one picture; those outside the picture are `outside`.
+// The addresses of a square of pixels of one image; those outside the image are `outside`.
 template <int SIDE, class Float>
-static inline void locate(Float* picture, const Shape& shape, int64_t channels, int64_t top, int64_t left,
+static inline void locate(Float* image, const Shape& shape, int64_t channels, int64_t top, int64_t left,
                           Float* outside, Float** at) {
     for (int i = 0; i < SIDE; i++)
         for (int j = 0; j < SIDE; j++) {
             const int64_t y = top + i, x = left + j;
             const bool inside = y >= 0 && y < shape.height && x >= 0 && x < shape.width;
-            at[i * SIDE + j] = inside ? picture + (y * shape.width + x) * channels : outside;
+            at[i * SIDE + j] = inside ? image + (y * shape.width + x) * channels : outside;
         }
 }
 
-static inline void locate_inputs(const float* picture, const Shape& shape, int64_t tile, const float* outside,
+static inline void locate_inputs(const float* image, const Shape& shape, int64_t tile, const float* outside,
                                  const float** at) {
     const int64_t top = tile / shape.tiles_across() * TILE, left = tile % shape.tiles_across() * TILE;
-    locate<PATCH>(picture, shape, shape.in_channels, top - 1, left - 1, outside, at);
+    locate<PATCH>(image, shape, shape.in_channels, top - 1, left - 1, outside, at);
 }
 
 // The same for a tile's own 4×4 pixels, in the output or its gradient.
 template <class Float>
-static inline void locate_outputs(Float* picture, const Shape& shape, int64_t tile, Float* outside, Float** at) {
+static inline void locate_outputs(Float* image, const Shape& shape, int64_t tile, Float* outside, Float** at) {
     const int64_t top = tile / shape.tiles_across() * TILE, left = tile % shape.tiles_across() * TILE;
-    locate<TILE>(picture, shape, shape.out_channels, top, left, outside, at);
+    locate<TILE>(image, shape, shape.out_channels, top, left, outside, at);
 }
 
 // Where the inputs of a tile lie.
@@ -186,7 +186,7 @@ struct Inputs {
     const float* at[POINTS];
 };
 
-// BᵀxB for one panel of a tile: point e goes to `out + e * stride`. Meanwhile the tile after it is called into the
+// BᵀxB for one panel of a tile: point e goes to `out + e * stride`. Meanwhile the tile after it is prefetched into the
 // cache: its pixels lie in six places, which the processor does not foresee by itself.
 template <class Panel>
 static inline void pack_inputs(Panel panel, const Inputs& tile, const Inputs& next, int64_t channel, float* out,

@@ -20,7 +20,7 @@ void unpack_tile(const Products& products, int64_t slot, const float* bias, floa
 }
 
 // Tiles that are transformed, multiplied and transformed back before the next ones: few, so that their operands and the
-// filters stay in the cache; more where the filters are too large for it and must be read anew each time.
+// filters stay in the cache; more where the filters are too large for it and must be read again each time.
 int64_t block_size(const Shape& shape, int64_t threads) {
     constexpr int64_t FEW = (16 + GROUP - 1) / GROUP * GROUP, LARGE = 48 * 1024;
     const int64_t wanted = shape.in_channels * shape.out_channels > LARGE ? 2 * FEW : FEW;

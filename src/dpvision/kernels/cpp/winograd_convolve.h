@@ -1,4 +1,4 @@
-// What the two ways of a convolution share: with filters that were transformed before, and with filters that are
+// What the two forms of the convolution share: with filters that were transformed before, and with filters that are
 // transformed while they are used. Both add up the same products in the same order, so that their results are equal.
 #pragma once
 #include <algorithm>
@@ -79,8 +79,8 @@ static inline void pack_block(const float* x, const Shape& shape, int64_t first,
     static thread_local std::vector<Inputs> inputs;
     inputs.resize(tiles);
     for (int64_t t = 0; t < tiles; t++) {
-        const float* picture = x + (first + t) / shape.tiles() * shape.positions() * shape.in_channels;
-        locate_inputs(picture, shape, (first + t) % shape.tiles(), zeros(shape.in_channels), inputs[t].at);
+        const float* image = x + (first + t) / shape.tiles() * shape.positions() * shape.in_channels;
+        locate_inputs(image, shape, (first + t) % shape.tiles(), zeros(shape.in_channels), inputs[t].at);
     }
     for (int64_t t = 0; t < tiles; t++) {
         float* out = packed.group(0, t / GROUP) + t % GROUP * PANEL;
@@ -112,9 +112,9 @@ struct Outputs {
     float* at[TILE * TILE];
 
     Outputs(float* y, const Shape& shape, int64_t tile) {
-        static thread_local Scratch void_memory;
-        float* picture = y + tile / shape.tiles() * shape.positions() * shape.out_channels;
-        locate_outputs(picture, shape, tile % shape.tiles(), void_memory.floats(shape.out_channels), at);
+        static thread_local Scratch unused_memory;
+        float* image = y + tile / shape.tiles() * shape.positions() * shape.out_channels;
+        locate_outputs(image, shape, tile % shape.tiles(), unused_memory.floats(shape.out_channels), at);
     }
 };
 

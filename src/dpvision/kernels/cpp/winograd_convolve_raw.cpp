@@ -1,4 +1,4 @@
-// The same convolution for filters that are not kept. A few channels of one panel of filters at a time are transformed
+// The same convolution for raw filters, which are not kept in transformed form. A few channels of one panel of filters at a time are transformed
 // in the cache and multiplied with many tiles there: the transformed filters, four times as large as the weight, are
 // never written to memory, nor read from it.
 #include "winograd_convolve.h"

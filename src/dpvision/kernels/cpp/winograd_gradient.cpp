@@ -32,7 +32,7 @@ struct Result {
     double* moments = nullptr;
     const float* z = nullptr;
     double* total = nullptr;
-    bool streams = false;  // whether the gradient is written past the caches: nobody reads it soon
+    bool streams = false;  // whether the gradient is written past the caches, because it is not read soon
 
     int64_t kinds() const { return z ? 3 : 1; }
 };
@@ -54,7 +54,7 @@ struct Tile {
     float factor;
 };
 
-// Some tiles on their way, with their transformed output gradients. If there are more to come, the products of all
+// The tiles in work, with their transformed output gradients. If there are more to come, the products of all
 // panels are kept.
 struct Chunk {
     std::vector<Tile>& tile;
@@ -83,7 +83,7 @@ Tile locate_tile(const Rows& rows, int64_t row, int64_t index, const float* outs
     return tile;
 }
 
-// A dy Aᵀ for one panel of a tile, while the tile after it is called into the cache.
+// A dy Aᵀ for one panel of a tile, while the tile after it is prefetched.
 template <class Panel>
 void pack_outputs(Panel panel, const Tile& tile, const Tile& next, int64_t channel, float* out, int64_t stride) {
     v16 y[TILE], half[TILE * PATCH], column[PATCH];
@@ -248,7 +248,7 @@ void finish(In in, int64_t row, Out out, int64_t column, const float* half, cons
     finish_with(out, result.gradient);
 }
 
-// One pair of panels. Column by column, so that little lies between the two halves of the way back.
+// One pair of panels, column by column, so that little memory lies between the two halves of the inverse transform.
 template <class In>
 void multiply_pair(In in, const Panels& x, const Chunk& chunk, int64_t out_panel, float* kept, float* half) {
     static thread_local Scratch column_memory;
@@ -260,9 +260,9 @@ void multiply_pair(In in, const Panels& x, const Chunk& chunk, int64_t out_panel
     }
 }
 
-// Calls a pair's part of the total into the cache: it lies in many places, which the processor does not foresee.
+// Prefetches a pair's part of the total: it lies in many places, which the processor does not predict.
 template <class In>
-void call_total(In in, int64_t row, int64_t column, const Result& result, const Shape& shape) {
+void prefetch_total(In in, int64_t row, int64_t column, const Result& result, const Shape& shape) {
     constexpr int64_t LINE = 8;
     for (int64_t tap = 0; tap < 9; tap++)
         for (int r = 0; r < in.count(); r++) {
@@ -285,14 +285,14 @@ void multiply_panel(In in, int64_t row, const Chunk& chunk, const Result& result
     for_panels(shape.out_channels, [&](auto out, int64_t column) {
         const int64_t out_panel = column / PANEL;
         float* kept = chunk.kept ? chunk.kept + (first_pair + out_panel) * BLOCK_SIZE : nullptr;
-        if (chunk.last && result.total) call_total(in, row, column, result, shape);
+        if (chunk.last && result.total) prefetch_total(in, row, column, result, shape);
         multiply_pair(in, x, chunk, out_panel, kept, half);
         if (chunk.last) finish(in, row, out, column, half, result, shape, moments);
     });
     if (result.streams) end_stream();
 }
 
-// The moments of the input panels, added up in their order, whoever computed them.
+// The moments of the input panels, added in their order, whichever thread computed them.
 void add_moments(const std::vector<double>& by_panel, double* moments, int64_t count) {
     std::fill(moments, moments + count, 0.0);
     for (size_t i = 0; i < by_panel.size(); i++) moments[i % count] += by_panel[i];
@@ -354,7 +354,7 @@ extern "C" void dpvision_winograd_units(int64_t all_rows, int64_t height, int64_
         add_gradients(rows, result, inside);
     };
     // Fewer units than threads share the threads one by one. Not inside a parallel region, not even one of a single
-    // thread: threads of a nested region are made anew each time.
+    // thread: threads of a nested region are created again each time.
     if (units < threads)
         for (int64_t unit = 0; unit < units; unit++) one_unit(unit, threads);
     else
