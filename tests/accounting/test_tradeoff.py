@@ -200,16 +200,17 @@ def test_certificate_report_audit_and_command_line_state_the_same_bound() -> Non
     from typer.testing import CliRunner
 
     from dpvision.cli import app
+    from dpvision.release.build import bounds_of, proved_profile
     from dpvision.release.schema import Certificate
-    from dpvision.release.statements import proved_profile, spent_by
     from tests.support.report_fixtures import certificate
 
     setting = "epsilon --num-units 60000 --expected-batch-size 6000 --noise-multiplier 2.997 --steps 400 --delta 1e-5"
     shown = json.loads(CliRunner().invoke(app, [*setting.split(), "--json"]).stdout)
-    spent = spent_by(tuple(SETTINGS[0]), delta=1e-5, adjacency="add_remove")
+    spent = bounds_of(tuple(SETTINGS[0]), delta=1e-5, adjacency="add_remove")
     made = certificate(epsilon=spent.epsilon)
     reported = true_positive_bound(proved_profile(Certificate.model_validate(made)), false_positive_rate=0.01)
-    assert dict(spent.attack_success)[0.01] == reported == shown["true_positive_rate_at_0.01"]
+    bounds = {bound.false_positive_rate: bound.true_positive_rate for bound in spent.attack_success}
+    assert bounds[0.01] == reported == shown["true_positive_rate_at_0.01"]
     assert reported == pytest.approx(0.0510, abs=5e-5)
     assert "finds at most 5.11 in 100 members" in shown["meaning"]
 

@@ -20,7 +20,7 @@ from dpvision.errors import DPVisionError
 from dpvision.inference.predict import at_own_size, write_masks
 from dpvision.privacy.randomness import Keys
 from dpvision.release.report import write_report
-from dpvision.release.statements import SHOWN_PICTURES
+from dpvision.release.statements import SHOWN_IMAGES
 from dpvision.release.verify import verify
 from dpvision.storage.run_folder import EXAMPLES, parse_examples
 from dpvision.training import train
@@ -268,7 +268,7 @@ def test_a_named_test_set_gives_examples_that_are_declared_and_verified(run: Pat
     manifest = json.loads((run / "release" / "manifest.json").read_text())
     assert EXAMPLES in manifest
     certificate = json.loads((run / "release" / "certificate.json").read_text())
-    assert SHOWN_PICTURES in {entry["what"] for entry in certificate["declared"]}
+    assert SHOWN_IMAGES in {entry["what"] for entry in certificate["declared"]}
     shown = parse_examples((run / "release" / EXAMPLES).read_bytes(), name=EXAMPLES)
     public = np.load(run.parent / "discs.npz")["test_images"]
     assert {each.rank for each in shown} == {"best", "median", "worst"}

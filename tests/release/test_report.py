@@ -23,10 +23,10 @@ from dpvision.accounting import Profile, guarantee, true_positive_bound
 from dpvision.errors import DPVisionError
 from dpvision.privacy.mechanism import Adjacency, Event
 from dpvision.release import report
+from dpvision.release.build import proved_profile
 from dpvision.release.charts import PREDICTION, TRUTH
 from dpvision.release.report import SPACE, figures_of, summary_lines, visible, write_report
 from dpvision.release.run_facts import checked_certificate
-from dpvision.release.statements import proved_profile
 from dpvision.storage.run_folder import EXAMPLES, examples_bytes, parse_examples
 from report_fixtures import example
 from report_page import Page

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from dpvision.cli import app
 from dpvision.errors import ArgumentError, DPVisionError, TamperError
 from dpvision.privacy.randomness import Keys
-from dpvision.release import verify as check
-from dpvision.release.attachments import attach
+from dpvision.release import amend
+from dpvision.release.amend import attach, sign_release
 from dpvision.release.sign import checked_signature, fingerprint, load_private_key, load_public_key, make_keys
-from dpvision.release.verify import sign_release, verify
+from dpvision.release.verify import verify
 from dpvision.storage.files import json_bytes, sha256_hex
 from dpvision.storage.run_folder import RunFolder
 
@@ -161,11 +161,11 @@ def test_a_release_that_is_not_in_order_is_not_signed(place: Path) -> None:
 
 
 def test_what_is_signed_are_the_bytes_that_were_checked(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    release, examine = place / "run" / "release", check._examine
+    release, examine = place / "run" / "release", amend.examine
 
-    def then_swapped(path: Path, key: bytes | None) -> Any:
+    def then_swapped(path: Path) -> Any:
         """Somebody puts other weights and a manifest that names them into the release, right after the check."""
-        examined = examine(path, key)
+        examined = examine(path)
         (release / "weights.safetensors").write_bytes(b"others")
         hashes = json.loads((release / "manifest.json").read_bytes())
         hashes["weights.safetensors"] = sha256_hex(b"others")
@@ -173,7 +173,7 @@ def test_what_is_signed_are_the_bytes_that_were_checked(place: Path, monkeypatch
         return examined
 
     checked = (release / "manifest.json").read_bytes()
-    monkeypatch.setattr(check, "_examine", then_swapped)
+    monkeypatch.setattr(amend, "examine", then_swapped)
     sign(place)
     monkeypatch.undo()
     assert "signature.json is of another manifest" in verify(place / "run", key=own_key(place)).problems[0]
@@ -276,7 +276,7 @@ def test_an_attachment_is_named_by_certificate_and_manifest(place: Path) -> None
     path.write_bytes(b"other")
     assert any("not the attachment" in problem for problem in verify(place / "run").problems)
     path.unlink()
-    assert any("names it as an attachment" in problem for problem in verify(place / "run").problems)
+    assert any("names this attachment" in problem for problem in verify(place / "run").problems)
 
 
 def test_a_signed_release_inside_another_does_not_vouch_for_it(place: Path) -> None:

@@ -131,61 +131,74 @@ LIES: dict[str, tuple[Callable[[Values], Any], str]] = {
     "larger epsilon": (lambda v: v.update(epsilon=v["epsilon"] * 2), "epsilon is not that of the ledger"),
     "smaller epsilon by RDP": (put(0.5, "epsilon_rdp"), "epsilon_rdp claims LESS"),
     "smaller delta": (put(1e-9, "delta"), "delta is 1e-09"),
-    "other adjacency": (put("zero_out", "adjacency"), "adjacency is 'zero_out'"),
-    "other unit": (put("patient", "privacy_unit"), "privacy_unit is 'patient'"),
-    "fewer steps": (put(5, "steps_taken"), "steps_taken is 5, but 6"),
-    "fewer charges": (put(5, "charged", 0, "count"), "list of charges"),
-    "no charges": (remove_first("charged"), "list of charges"),
-    "cheaper charges": (put(3.0, "charged", 0, "noise_multiplier"), "list of charges"),
+    "other adjacency": (put("zero_out", "adjacency"), "adjacency is zero_out, the ledger gives add_remove"),
+    "other unit": (put("patient", "privacy_unit"), "privacy_unit is patient, the ledger gives example"),
+    "fewer steps": (put(5, "steps_taken"), "steps_taken is 5, the ledger gives 6"),
+    "fewer charges": (put(5, "charged", 0, "count"), r"charged\.0\.count is 5, the ledger gives 6"),
+    "no charges": (remove_first("charged"), "charged lacks .*training step"),
+    "cheaper charges": (put(3.0, "charged", 0, "noise_multiplier"), r"charged\.0\.noise_multiplier is 3\.0"),
     "negative charges": (put(-500, "charged", 0, "count"), r"charged\.0\.count"),
-    "more noise in the mechanism": (put(3.0, "mechanism", "noise_multiplier"), "mechanism was changed"),
-    "smaller rate in the mechanism": (put(10.0, "mechanism", "expected_batch_size"), "mechanism was changed"),
-    "more units in the mechanism": (put(9999, "mechanism", "num_units"), "num_units is not the ledger's"),
+    "more noise in the mechanism": (
+        put(3.0, "mechanism", "noise_multiplier"),
+        "stamps lacks the mechanism was changed",
+    ),
+    "smaller rate in the mechanism": (
+        put(10.0, "mechanism", "expected_batch_size"),
+        "stamps lacks the mechanism was changed",
+    ),
+    "more units in the mechanism": (put(9999, "mechanism", "num_units"), "opened for: num_units differ"),
     "fewer steps in the mechanism": (put(5, "mechanism", "steps"), "6 steps were charged, but 5"),
     "broken mechanism": (put(-1.0, "mechanism", "clip_norm"), "clip_norm"),
     "huge mechanism": (put(10**400, "mechanism", "num_units"), "num_units|too large"),
     "strange mechanism": (put({"a": 1}, "mechanism"), "not a mechanism"),
-    "no mechanism": (put({}, "mechanism"), "mechanism is given if and only if"),
-    "for release in spite of a stamp": (put(["hand-seeded"], "stamps"), "for_release"),
-    "not for release without a stamp": (put(False, "for_release"), "for_release"),
-    "a declaration is gone": (lambda v: v["declared"].pop(), "does not declare 'test split'"),
+    "no mechanism": (put({}, "mechanism"), "needs the mechanism"),
+    "for release in spite of a stamp": (put(["hand-seeded"], "stamps"), "stamps has hand-seeded"),
+    "not for release without a stamp": (put(False, "for_release"), "for_release is False, the ledger gives True"),
+    "a declaration is gone": (lambda v: v["declared"].pop(), "declared lacks .*test split"),
     "a declaration more": (
         lambda v: v["declared"].append({"what": "all pictures", "how": "declared public"}),
-        "declares 'all pictures' .*the ledger does not",
+        "declared has .*all pictures.*which the ledger does not give",
     ),
-    "a declaration twice": (lambda v: v["declared"].append(v["declared"][0]), "there twice"),
+    "a declaration twice": (lambda v: v["declared"].append(v["declared"][0]), "declared has an item twice"),
+    "a declaration replaced": (put("all", "declared", 1, "how"), r"declared\.1\.how is all, the ledger gives"),
     "a gap is hidden": (remove_first("not_covered"), "not_covered lacks"),
-    "a gap that is none": (lambda v: v["not_covered"].append("Only rare diseases."), "not_covered has what the ledger"),
+    "a gap that is none": (lambda v: v["not_covered"].append("Only rare diseases."), "not_covered has Only rare"),
     "a stamp that nobody gave": (
         lambda v: v.update(stamps=["an experiment"], for_release=False),
-        "stamp is not one of the ledger's: an experiment",
+        "stamps has an experiment, which the ledger does not give",
     ),
     "fewer units in the data": (put(10, "data", "num_units"), r"data\.num_units is 10, the ledger's 1000"),
     "no units in the data": (lambda v: v["data"].pop("num_units"), r"data\.num_units is None"),
     "more about the data": (put("yes", "data", "consent"), "data must be source, class_names"),
     "a strange shape": (put(5, "data", "image_shape"), "data must be source, class_names"),
-    "a lower curve": (put(0.1, "curve", 2, "epsilon"), r"epsilon at delta 1e-06 claims LESS"),
-    "a point too few": (remove_first("curve"), "curve must have"),
-    "a point too many": (lambda v: v["curve"].append({"delta": 0.5, "epsilon": 0.0}), "curve must have"),
+    "a lower curve": (put(0.1, "curve", 2, "epsilon"), r"curve\.2\.epsilon claims LESS"),
+    "a point too few": (remove_first("curve"), "curve lacks"),
+    "a point too many": (lambda v: v["curve"].append({"delta": 0.5, "epsilon": 0.0}), "curve has"),
     "another head": (put("0" * 64, "ledger", "head"), "not the known one"),
-    "a shorter ledger": (put(7, "ledger", "length"), "went on after it"),
+    "a shorter ledger": (put(7, "ledger", "length"), "continued after it"),
     "a longer ledger": (put(9, "ledger", "length"), "rolled back: 8 of 9"),
     "other weights": (put("0" * 64, "weights_sha256"), "weights.safetensors is not the file"),
     "other configuration": (put("0" * 64, "config_sha256"), "config.json is not the file"),
     "other format": (put(1, "format"), "format"),
     "a smaller mu": (put(0.01, "gaussian_dp", "mu"), r"gaussian_dp\.mu claims LESS"),
     "a mu that goes further": (put(99.0, "gaussian_dp", "epsilon_up_to"), r"gaussian_dp\.epsilon_up_to claims LESS"),
-    "no mu": (put(None, "gaussian_dp"), "gaussian_dp is given if and only if"),
-    "weaker attacks": (put(0.0101, "attack_success", 1, "true_positive_rate"), r"attack_success at 0\.01 claims LESS"),
-    "an attack too few": (remove_first("attack_success"), "list of attacks must have"),
-    "an attack twice": (lambda v: v["attack_success"].append(v["attack_success"][0]), "list of attacks must have"),
+    "no mu": (put(None, "gaussian_dp"), "gaussian_dp is None, the ledger gives"),
+    "weaker attacks": (
+        put(0.0101, "attack_success", 1, "true_positive_rate"),
+        r"attack_success\.1\.true_positive_rate claims LESS",
+    ),
+    "an attack too few": (remove_first("attack_success"), "attack_success lacks"),
+    "an attack twice": (
+        lambda v: v["attack_success"].append(v["attack_success"][0]),
+        "attack_success has an item twice",
+    ),
     "another unit": (
         lambda v: v["other_units"].append({"unit": "a person", "epsilon": 0.1, "delta": 1e-4, "why": "so"}),
-        "other_units are not those",
+        "other_units has .*a person",
     ),
-    "another divisor": (put(99.0, "divisor"), r"divisor must be 100\.0"),
-    "no sampler": (put(None, "sampler"), "sampler must be poisson"),
-    "another trust model": (put("local", "deployment", "trust_model"), "deployment is not what"),
+    "another divisor": (put(99.0, "divisor"), r"divisor is 99\.0, the ledger gives 100\.0"),
+    "no sampler": (put(None, "sampler"), "sampler is None, the ledger gives poisson"),
+    "another trust model": (put("local", "deployment", "trust_model"), r"deployment\.trust_model is local"),
     "unknown field": (put(True, "approved"), "approved"),
     "missing field": (lambda v: v.pop("adjacency"), "adjacency"),
 }
@@ -215,9 +228,9 @@ def test_the_figure_for_owners_is_recomputed(tmp_path: Path) -> None:
     assert verify(tmp_path / "run").ok
     (tmp_path / "run" / "release" / "manifest.json").unlink()
     edit_certificate(path, put(0.9 * other["epsilon"], "other_units", 0, "epsilon"))
-    assert any("epsilon for an owner of at most 2" in problem for problem in verify(path).problems)
+    assert any("other_units.0.epsilon claims LESS" in problem for problem in verify(path).problems)
     edit_certificate(path, put([], "other_units"))
-    assert any("other_units are not those" in problem for problem in verify(path).problems)
+    assert any("other_units lacks" in problem for problem in verify(path).problems)
 
 
 def test_a_history_of_the_first_weights_that_was_rewritten_is_named(tmp_path: Path) -> None:
@@ -231,7 +244,7 @@ def test_a_history_of_the_first_weights_that_was_rewritten_is_named(tmp_path: Pa
             finish(folder, config=told)
         problems = verify(path).problems
         assert (problems == ()) == in_order
-        assert in_order or "another history of the first weights" in problems[0]
+        assert in_order or "another history of the initial weights" in problems[0]
 
 
 def test_all_problems_are_named_at_once(run: Path) -> None:
@@ -299,7 +312,7 @@ def test_a_ledger_that_grew_after_the_certificate_is_named(run: Path) -> None:
     ledger = Ledger.open(run / "release" / "ledger.jsonl")
     ledger.charge(MECHANISM.step_event, step=6)
     found = verify(run)
-    assert any("went on after it" in problem for problem in found.problems)
+    assert any("continued after it" in problem for problem in found.problems)
     assert any("epsilon claims LESS" in problem for problem in found.problems)
 
 
@@ -328,7 +341,7 @@ def test_a_run_without_privacy_is_in_order_and_not_for_release(tmp_path: Path) -
     found = verify(tmp_path / "run")
     assert (found.ok, found.for_release, found.epsilon) == (True, False, None)
     edit_certificate(tmp_path / "run" / "release" / "certificate.json", lambda v: v.update(stamps=[], for_release=True))
-    assert any("lacks the stamp" in problem for problem in verify(tmp_path / "run").problems)
+    assert any("stamps lacks trained without privacy" in problem for problem in verify(tmp_path / "run").problems)
 
 
 def test_the_key_of_another_run_is_named(run: Path) -> None:

@@ -19,6 +19,7 @@ from tiny_runs import tiny_config, write_images
 
 Values = dict[str, Any]
 Change = Callable[[Values], Any]
+FORMAT_2 = Path(__file__).with_name("format_2")
 WHERE_MU_ENDS = " Beyond that epsilon mu proves nothing: only the curve does."
 
 
@@ -84,12 +85,32 @@ def test_an_untouched_release_is_in_order_and_so_is_one_that_was_only_written_an
         assert verify(copy).problems == ()
 
 
-def test_a_page_of_the_time_before_it_said_where_mu_ends_is_right(release: Path) -> None:
+@pytest.mark.parametrize("name", sorted(path.name for path in FORMAT_2.iterdir()))
+def test_a_release_of_format_2_verifies_with_its_own_sentences(tmp_path: Path, name: str) -> None:
+    """Written by version 0.1.0 before format 3: never write these files again."""
+    release = Path(shutil.copytree(FORMAT_2 / name, tmp_path / name))
+    assert load(release, "certificate.json")["format"] == 2
+    assert verify(release).problems == ()
+    forge(release, "certificate.json", put(3, "format"))
+    text = "\n".join(verify(release).problems)
+    assert "image shape" in text
+    assert "LESS" not in text  # the bounds are the same in both formats
+
+
+def test_a_page_of_format_2_from_before_it_said_where_mu_ends_is_right(tmp_path: Path) -> None:
+    release = Path(shutil.copytree(FORMAT_2 / "patients-column", tmp_path / "release"))
     path = release / "certificate.md"
     assert path.read_text().count(WHERE_MU_ENDS) == 1
     path.write_text(path.read_text().replace(WHERE_MU_ENDS, ""))
     mend_hashes(release)
     assert verify(release).ok
+
+
+def test_a_page_of_format_3_says_where_mu_ends(release: Path) -> None:
+    path = release / "certificate.md"
+    path.write_text(path.read_text().replace(WHERE_MU_ENDS, ""))
+    mend_hashes(release)
+    assert "certificate.md does not say" in the_problem(release)
 
 
 OTHER_SETTINGS: Values = {
@@ -179,9 +200,9 @@ METRIC_LIES: dict[str, tuple[Change, str]] = {
     "final loss": (put(0.001, "final", "loss"), "final loss is 0.001"),
     "last accuracy": (put(0.999, "curve", -1, "accuracy"), "the last point of the curve has 0.999"),
     "a class that is easy": (put(0.0, "final", "per_class", "0"), "that of the classes is"),
-    "a class with fewer pictures": (put(3, "final", "per_class_count", "0"), "30 pictures are counted, 23 by"),
-    "a class that nobody knows": (put(0.5, "final", "per_class", "secret"), "figures of single classes are not"),
-    "no figures": (put([], "final"), "final figures are not an object"),
+    "a class with fewer pictures": (put(3, "final", "per_class_count", "0"), "30 images are counted, 23 by"),
+    "a class that nobody knows": (put(0.5, "final", "per_class", "secret"), "values of single classes are not"),
+    "no figures": (put([], "final"), "final metrics are not an object"),
     "raw accuracy": (put({"accuracy": 0.1}, "final", "raw_weights"), "final raw_weights is"),
     "no raw figures": (lambda values: values["final"].pop("raw_weights"), "final raw_weights is None"),
     "cheap first point": (put(0.01, "curve", 0, "epsilon"), "epsilon after step 4 is 0.01, the ledger gives"),
@@ -192,7 +213,7 @@ METRIC_LIES: dict[str, tuple[Change, str]] = {
     "a word for epsilon": (put("small", "curve", 0, "epsilon"), "no epsilon or no step after -1"),
     "one step twice": (put(4, "curve", 1, "step"), "no epsilon or no step after 4"),
     "half a step": (put(4.5, "curve", 0, "step"), "no epsilon or no step after -1"),
-    "more steps than were charged": (put(10**12, "curve", -1, "step"), "goes on after the 12 steps that are charged"),
+    "more steps than were charged": (put(10**12, "curve", -1, "step"), "continues after the 12 steps that are charged"),
     "no curve": (put({}, "curve"), "the curve is not a list"),
     "no points": (put([3], "curve"), "no epsilon or no step after -1"),
     "another task": (put("segmentation", "task"), "the task is segmentation, the configuration's classification"),

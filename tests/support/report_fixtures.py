@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dpvision.release.statements import SHOWN_PICTURES
+from dpvision.release.statements import SHOWN_IMAGES
 from dpvision.storage.run_folder import EXAMPLES, Example, examples_bytes
 
 MNIST_ACCURACIES = (0.9918, 0.9938, 0.9797, 0.9832, 0.9817, 0.9776, 0.9854, 0.9747, 0.9754, 0.9693)
@@ -191,7 +191,7 @@ def mask_metrics(**changes: Any) -> dict[str, Any]:
 
 def mask_certificate(*, public: bool = True, unit: str = "patient", **changes: Any) -> dict[str, Any]:
     """The certificate of a segmentation run; ``public`` test images may be shown."""
-    declared = [{"what": SHOWN_PICTURES, "how": "named by the user"}] if public else []
+    declared = [{"what": SHOWN_IMAGES, "how": "named by the user"}] if public else []
     mechanism = certificate()["mechanism"] | {"privacy_unit": unit}
     return certificate(privacy_unit=unit, declared=declared, mechanism=mechanism) | changes
 

@@ -180,7 +180,7 @@ def test_declarations_of_changed_settings_are_added_after_a_fork(tmp_path: Path,
     interrupt_run(tmp_path / "run", tiny_config(pictures), after=7)
     edit_config(tmp_path / "run", "views", flip=0.5)
     made = resume_training(tmp_path / "run", allow_fork=True).certificate
-    assert "views of a picture" in [item["what"] for item in made["declared"]]
+    assert "augmented views" in [item["what"] for item in made["declared"]]
     assert verify(tmp_path / "run").ok
 
 

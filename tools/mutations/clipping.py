@@ -84,7 +84,7 @@ CLIPPING = (
     ),
     *mutations(
         "training/test_clipping_runs",
-        "release/statements.py",
+        "release/build.py",
         (
             "a certificate may name another style",
             '"adjacency", "clip_norm", "clipping", "unit_norm")',

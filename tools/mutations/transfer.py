@@ -186,8 +186,8 @@ TRANSFER = (
         "release/verify.py",
         (
             "a release that is not in order will do",
-            "if problems or certificate is None",
-            "if certificate is None",
+            "if problems or self.certificate is None",
+            "if self.certificate is None",
         ),
     ),
     *mutations(

@@ -22,9 +22,9 @@ from dpvision.audit.mechanism_check import Check
 from dpvision.audit.membership import MembershipAudit
 from dpvision.errors import ArgumentError
 from dpvision.privacy.mechanism import rounded_up
-from dpvision.release.attachments import attach
+from dpvision.release.amend import attach
+from dpvision.release.build import proved_profile
 from dpvision.release.schema import parse_certificate
-from dpvision.release.statements import proved_profile
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import RunFolder
 

@@ -117,7 +117,7 @@ def sign(
 
     Example: dpvision sign runs/demo-1 --key ~/hospital.key
     """
-    from dpvision.release.verify import sign_release
+    from dpvision.release.amend import sign_release
 
     path, name = sign_release(run, key, ask_password=lambda: _password(confirm=False))
     if json:

@@ -16,7 +16,7 @@ from dpvision.papers.recipe_data import subset_sources
 from dpvision.privacy.ledger import Entry, charges_of, read_ledger, require_mark
 from dpvision.privacy.mechanism import Adjacency, Event
 from dpvision.release.schema import parse_certificate
-from dpvision.release.statements import HAND_SEEDED, NO_PRIVACY, required_stamps
+from dpvision.release.statements import HAND_SEEDED_STAMPS, NO_PRIVACY, stamps_of
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, RunFolder
 
@@ -53,7 +53,7 @@ def read_bills(folder: Path, *, smoke_test: bool = False) -> tuple[Bill, ...]:
 
     Guarantee: a run that spent something is among them; if what it spent can't be told, it voids.
     """
-    passed = frozenset({HAND_SEEDED}) if smoke_test else frozenset[str]()
+    passed = HAND_SEEDED_STAMPS if smoke_test else frozenset[str]()
     runs = folder / "runs"
     releases = sorted(path for path in runs.rglob("release") if path.is_dir())
     found = (_read_bill(path.parent, path.parent.relative_to(runs).as_posix(), passed) for path in releases)
@@ -91,7 +91,7 @@ def _read_bill(run: Path, name: str, passed: frozenset[str]) -> Bill | None:
 def _stamps(folder: RunFolder, entries: tuple[Entry, ...], config: RunConfig) -> tuple[str, ...]:
     """Reasons against a release: those that the ledger shows, and those of the certificate, if it came to one."""
     private = entries[0].payload["delta"] is not None
-    found = required_stamps(entries, config.mechanism if private else None)
+    found = stamps_of(entries, config.mechanism if private else None)
     path = folder.release / CERTIFICATE
     if path.exists():
         found = [*found, *parse_certificate(parse_object(read_file(path), name=str(path))).stamps]

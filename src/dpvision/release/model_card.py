@@ -1,4 +1,4 @@
-"""The model card of a release: Markdown with front matter, as model hubs read it. Made from public files alone."""
+"""The model card of a release: README.md with YAML front matter, as model hubs read it. Made from public files only."""
 
 from __future__ import annotations
 
@@ -7,41 +7,48 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dpvision.privacy.mechanism import rounded_up
+from dpvision.release.certificate_page import safe_markdown
 from dpvision.release.schema import Certificate, parse_certificate
+from dpvision.release.statements import WORDING
 
-_FIGURES = {
+_METRICS = {
     "accuracy": "Accuracy",
     "top5": "Top-5 accuracy",
-    "dice": "Dice, mean over pictures",
+    "dice": "Dice, mean over {image}s",
     "dice_per_patient": "Dice, mean over patients",
-    "iou": "IoU, mean over pictures",
+    "iou": "IoU, mean over {image}s",
     "pixel_accuracy": "Pixel accuracy",
     "baseline_dice": "Dice of the best constant mask",
     "loss": "Loss",
 }
-_METRICS = ("accuracy", "dice", "iou")
+_HUB_METRICS = ("accuracy", "dice", "iou")
 _HUB_TASKS = {"classification": "image-classification", "segmentation": "image-segmentation"}
-_SPECIAL = str.maketrans({c: f"\\{c}" for c in "\\`*_[]<>|#"})
 
 
 def model_card(certificate: Mapping[str, Any], *, metrics: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """The card, from what certificate.json, metrics.json and config.json hold.
+    """Return the model card of a release.
 
-    The licence of the model is its owner's to choose: the card says that it is unknown until somebody writes one in.
+    The owner of the model chooses its licence: the card says "unknown" until the owner writes one in.
+
+    Args:
+        certificate: The content of certificate.json.
+        metrics: The content of metrics.json.
+        config: The content of config.json.
+
+    Returns:
+        Markdown with front matter. Names from elsewhere cannot become markup or keys.
     """
     claims = parse_certificate(certificate)
     final = metrics.get("final")
-    figures = {
-        name: value
-        for name, value in (final if isinstance(final, dict) else {}).items()
-        if name in _FIGURES and isinstance(value, float)
-    }
-    front = "\n".join(_front_matter(claims, figures, config))
-    body = "\n\n".join(_sections(claims, figures, final if isinstance(final, dict) else {}, config))
+    final = final if isinstance(final, dict) else {}
+    measured = {name: value for name, value in final.items() if name in _METRICS and isinstance(value, float)}
+    front = "\n".join(_front_matter(claims, measured, config))
+    where = str(final.get("evaluated_on", "a public test set"))
+    body = "\n\n".join(_sections(claims, _metrics_text(claims, measured, where), config))
     return f"---\n{front}\n---\n\n{body}\n"
 
 
-def _front_matter(certificate: Certificate, figures: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[str]:
+def _front_matter(certificate: Certificate, measured: Mapping[str, float], config: Mapping[str, Any]) -> Iterator[str]:
     """YAML, with every text as a JSON string: YAML reads those, and nothing in them can become a key."""
     task = _task(config)
     data = str(certificate.data.get("source", "unknown"))
@@ -53,7 +60,7 @@ def _front_matter(certificate: Certificate, figures: Mapping[str, float], config
     yield from (f"- {tag}" for tag in tags)
     yield "datasets:"
     yield f"- {_text(data)}"
-    shown = [name for name in _METRICS if name in figures]
+    shown = [name for name in _HUB_METRICS if name in measured]
     if not shown:
         return
     yield "metrics:"
@@ -69,80 +76,94 @@ def _front_matter(certificate: Certificate, figures: Mapping[str, float], config
     yield "    metrics:"
     for name in shown:
         yield f"    - type: {name}"
-        yield f"      value: {figures[name]!r}"
+        yield f"      value: {measured[name]!r}"
     if certificate.epsilon is not None and certificate.delta is not None:
         yield "    - type: epsilon"
         yield f"      value: {certificate.epsilon!r}"
         yield f"      name: {_text(f'epsilon at delta {rounded_up(certificate.delta)}')}"
 
 
-def _sections(
-    certificate: Certificate, figures: Mapping[str, float], final: Mapping[str, Any], config: Mapping[str, Any]
-) -> Iterator[str]:
-    yield f"# {_safe(_name(config))}"
+def _sections(certificate: Certificate, metrics: str, config: Mapping[str, Any]) -> Iterator[str]:
+    """The paragraphs of the card, in their order."""
+    words = WORDING[certificate.format]
+    yield f"# {safe_markdown(_name(config))}"
     if certificate.stamps:
-        yield "**Not for release:** " + "; ".join(_safe(stamp) for stamp in certificate.stamps) + "."
+        yield "**Not for release:** " + "; ".join(safe_markdown(stamp) for stamp in certificate.stamps) + "."
     yield _what(certificate, config)
     yield "## Intended use\n" + _use(certificate, config)
-    yield "## Figures\n" + _figures(figures, final)
+    yield ("## Figures\n" if certificate.format == 2 else "## Metrics\n") + metrics
     yield "## Privacy\n" + _privacy(certificate)
     yield "## Limits\n" + _limits(certificate)
     yield "## Training data, and what was declared\n" + "\n".join(
-        f"- {_safe(item.what)}: {_safe(item.how)}" for item in certificate.declared
+        f"- {safe_markdown(item.what)}: {safe_markdown(item.how)}" for item in certificate.declared
     )
-    yield "## Check it\n```\ndpvision verify .\n```\nIt recomputes every figure of certificate.json from ledger.jsonl."
+    yield (
+        "## Check it\n```\ndpvision verify .\n```\n"
+        f"It recomputes every {words.values} of certificate.json from ledger.jsonl."
+    )
 
 
 def _what(certificate: Certificate, config: Mapping[str, Any]) -> str:
+    """Model, task, data, shape and classes in one sentence."""
     model = config.get("model")
     name = str(model.get("name")) if isinstance(model, dict) else "an image model"
     data = certificate.data
     shape = "×".join(str(side) for side in data.get("image_shape", ()))
-    classes = ", ".join(_safe(str(label)) for label in data.get("class_names", ()))
-    pictures = f"pictures of shape {shape}" if shape else "pictures"
-    return f"{_safe(name)} for {_task(config)}, trained on {_safe(str(data.get('source', 'unknown')))}: {pictures}" + (
-        f"; classes: {classes}." if classes else "."
-    )
+    classes = ", ".join(safe_markdown(str(label)) for label in data.get("class_names", ()))
+    images = f"{WORDING[certificate.format].image}s{f' of shape {shape}' if shape else ''}"
+    source = safe_markdown(str(data.get("source", "unknown")))
+    ending = f"; classes: {classes}." if classes else "."
+    return f"{safe_markdown(name)} for {_task(config)}, trained on {source}: {images}{ending}"
 
 
 def _use(certificate: Certificate, config: Mapping[str, Any]) -> str:
-    what = "a class for each picture" if _task(config) == "image-classification" else "a class for each pixel"
-    return (
-        f"It gives {what}, for pictures like those that it was trained on. It was not tested on others. It is no "
+    """What the model is for, and what it is not for."""
+    image = WORDING[certificate.format].image
+    what = f"a class for each {image}" if _task(config) == "image-classification" else "a class for each pixel"
+    text = (
+        f"It gives {what}, for {image}s like those that it was trained on. It was not tested on others. It is no "
         "medical device, and no decision about a person should rest on it alone. Its owner says who may use it, and "
-        "under which licence." + ("" if certificate.for_release else " It must not be given away: see above.")
+        "under which licence."
     )
+    return text if certificate.for_release else f"{text} It must not be given away: see above."
 
 
-def _figures(figures: Mapping[str, float], final: Mapping[str, Any]) -> str:
-    if not figures:
+def _metrics_text(certificate: Certificate, measured: Mapping[str, float], where: str) -> str:
+    """A table of the metrics; ``where`` names the test set."""
+    if not measured:
         return "None were measured."
-    rows = "\n".join(f"| {_FIGURES[name]} | {value:.4g} |" for name, value in figures.items())
-    where = _safe(str(final.get("evaluated_on", "a public test set")))
-    return f"On {where}.\n\n| figure | value |\n|---|---|\n{rows}"
+    image = WORDING[certificate.format].image
+    rows = "\n".join(f"| {_METRICS[name].format(image=image)} | {value:.4g} |" for name, value in measured.items())
+    head = "figure" if certificate.format == 2 else "metric"
+    return f"On {safe_markdown(where)}.\n\n| {head} | value |\n|---|---|\n{rows}"
 
 
 def _privacy(certificate: Certificate) -> str:
+    """The guarantee, and that of other units."""
     if certificate.epsilon is None or certificate.delta is None:
         return "None: parts of the training data may be read off this model."
-    unit = _safe(certificate.privacy_unit)
+    unit = safe_markdown(certificate.privacy_unit)
+    other = "look at" if certificate.format == 2 else "query to"
     lines = [
         f"Epsilon {rounded_up(certificate.epsilon)} at delta {rounded_up(certificate.delta)} "
         f"({certificate.adjacency.replace('_', ' ')} of one {unit}), over {certificate.steps_taken} steps and every "
-        "other charged look at the data. Whole curve, bounds on attacks and mechanism: certificate.md."
+        f"other charged {other} the data. Whole curve, bounds on attacks and mechanism: certificate.md."
     ]
-    for other in certificate.other_units:
-        figure = "nothing is proved" if other.epsilon is None else f"epsilon {rounded_up(other.epsilon)}"
-        lines.append(f"For {_safe(other.unit)}: {figure}.")
+    for another in certificate.other_units:
+        epsilon = "nothing is proved" if another.epsilon is None else f"epsilon {rounded_up(another.epsilon)}"
+        lines.append(f"For {safe_markdown(another.unit)}: {epsilon}.")
     return "\n\n".join(lines)
 
 
 def _limits(certificate: Certificate) -> str:
+    """What neither the model nor its guarantee promises."""
+    metrics = "figures" if certificate.format == 2 else "metrics"
     own = [
-        "Noise costs rare classes and unusual pictures most: look at the figures of each class in metrics.json.",
+        f"Noise costs rare classes and unusual {WORDING[certificate.format].image}s most: look at the {metrics} of "
+        "each class in metrics.json.",
         "Differential privacy hides who took part. It does not hide what is true of people in general.",
     ]
-    return "\n".join(f"- {_safe(text)}" for text in [*own, *certificate.not_covered])
+    return "\n".join(f"- {safe_markdown(text)}" for text in [*own, *certificate.not_covered])
 
 
 def _task(config: Mapping[str, Any]) -> str:
@@ -156,8 +177,3 @@ def _name(config: Mapping[str, Any]) -> str:
 
 def _text(text: str) -> str:
     return json.dumps(text)
-
-
-def _safe(text: str) -> str:
-    """Text from elsewhere as text: no markup, one line."""
-    return "".join(c if c.isprintable() else " " for c in text).translate(_SPECIAL)

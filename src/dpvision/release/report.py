@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from dpvision.accounting import DISPLAY_RATE, balanced_accuracy_bound, true_positive_bound
 from dpvision.errors import DataError, printable
+from dpvision.release.build import proved_profile
 from dpvision.release.run_facts import (
     FinalMetrics,
     Overlaps,
@@ -33,7 +34,6 @@ from dpvision.release.run_facts import (
     reasons_against_release,
 )
 from dpvision.release.schema import Certificate
-from dpvision.release.statements import proved_profile
 from dpvision.storage.files import disk_errors, write_atomically
 from dpvision.storage.run_folder import REPORT, RunFolder
 

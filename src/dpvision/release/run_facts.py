@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dpvision.errors import ArgumentError, DataError
 from dpvision.release.schema import Certificate, parse_certificate
-from dpvision.release.statements import NO_PRIVACY, SHOWN_PICTURES
+from dpvision.release.statements import NO_PRIVACY, SHOWN_IMAGES_NAMES
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, CONFIG, EXAMPLES, METRICS, Example, parse_examples
 
@@ -184,7 +184,7 @@ def read_run(run: Path) -> RunFacts:
 
 def images_are_public(certificate: Certificate) -> bool:
     """Whether test images themselves may be shown, not only metrics that were measured on them."""
-    return any(entry.what == SHOWN_PICTURES for entry in certificate.declared)
+    return any(entry.what in SHOWN_IMAGES_NAMES for entry in certificate.declared)
 
 
 def checked_certificate(values: Mapping[str, Any]) -> Certificate:

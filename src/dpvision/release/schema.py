@@ -1,4 +1,8 @@
-"""The layout of certificate.json, format 2."""
+"""The layout of certificate.json.
+
+``format`` says with which sentences a certificate was written (statements.py has them all): 2 is the first published
+format, 3 has plain words. The fields are the same, and both formats can be verified. New certificates have ``FORMAT``.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,17 @@ from typing import Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dpvision.errors import ArgumentError, brief
+from dpvision.errors import ArgumentError, validation_message
 from dpvision.privacy.mechanism import Adjacency
 
-FORMAT = 2
-MOST_SHOWN = 10
+Format = Literal[2, 3]
+FORMAT: Format = 3
 _Digest = Field(pattern="^[0-9a-f]{64}$")
 
 
 class _Part(BaseModel):
+    """Frozen and strict: no unknown field, no conversion of types, no infinite number."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
@@ -30,7 +36,7 @@ class Charged(_Part):
 
 @final
 class Declared(_Part):
-    """A public fact, or a look at data, that is declared and not charged."""
+    """A public fact, or a query to data, that is declared and not charged."""
 
     what: str
     how: str
@@ -38,7 +44,7 @@ class Declared(_Part):
 
 @final
 class CurvePoint(_Part):
-    """One more proved pair."""
+    """One proved (epsilon, delta) pair."""
 
     delta: float = Field(gt=0, lt=1)
     epsilon: float = Field(ge=0)
@@ -54,7 +60,7 @@ class GaussianBound(_Part):
 
 @final
 class AttackBound(_Part):
-    """The most members that any test recognises while it wrongly accuses this share of the others."""
+    """The largest true positive rate of any membership test at this false positive rate."""
 
     false_positive_rate: float = Field(ge=0, le=1)
     true_positive_rate: float = Field(ge=0, le=1)
@@ -62,7 +68,7 @@ class AttackBound(_Part):
 
 @final
 class OtherUnit(_Part):
-    """What the same charges prove for another unit than the protected one; no epsilon: nothing is proved."""
+    """What the same charges prove for another unit than the protected one; epsilon None means nothing is proved."""
 
     unit: str
     epsilon: float | None = Field(ge=0)
@@ -80,7 +86,7 @@ class Attachment(_Part):
 
 @final
 class LedgerMark(_Part):
-    """The ledger from which the certificate was made."""
+    """Length and head hash of the ledger from which the certificate was made."""
 
     length: int = Field(ge=1)
     head: str = _Digest
@@ -88,9 +94,9 @@ class LedgerMark(_Part):
 
 @final
 class Certificate(_Part):
-    """All that a release claims."""
+    """Everything that a release claims."""
 
-    format: Literal[2]
+    format: Format
     for_release: bool
     stamps: list[str]
     privacy_unit: str = Field(min_length=1)
@@ -119,10 +125,18 @@ class Certificate(_Part):
 
 
 def parse_certificate(values: object) -> Certificate:
-    """Check a certificate's layout; ``ArgumentError`` names every field that is wrong."""
+    """Check the layout of a certificate.
+
+    Args:
+        values: The parsed content of certificate.json.
+
+    Returns:
+        The certificate.
+
+    Raises:
+        ArgumentError: A field is missing, unknown or out of range; the message names every one, up to ten.
+    """
     try:
         return Certificate.model_validate(values)
     except ValidationError as error:
-        problems = error.errors(include_url=False)[:MOST_SHOWN]
-        found = (f"{brief('.'.join(map(str, p['loc'])) or 'all')}: {p['msg']}" for p in problems)
-        raise ArgumentError("; ".join(found)) from error
+        raise ArgumentError(validation_message(error, whole="all")) from error

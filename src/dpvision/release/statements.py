@@ -1,318 +1,277 @@
-"""Every figure of a certificate, from the charges of a ledger and its header alone.
+"""Every sentence of a certificate, and the names of the declarations in a ledger.
 
-What a certificate must say in words, given its ledger. ``verify`` asks for the same words.
+A certificate is rebuilt from its ledger when it is verified, so each format keeps its sentences forever: ``WORDING``
+has them by format. To change a sentence, add a format (schema.py); never edit an old one. Declarations are copied from
+the ledger into the certificate as they are, so only their names matter here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeVar, final
+from typing import Any, final
 
-from dpvision.accounting import (
-    CURVE_DELTAS,
-    Charges,
-    GaussianDP,
-    Profile,
-    full_profile,
-    gaussian_dp,
-    guarantee,
-    owner_guarantee,
-    row_guarantee,
-    true_positive_bound,
-)
-from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.privacy.ledger import TRAINING, Entry, charges_of
-from dpvision.privacy.mechanism import Adjacency, Event, Guarantee, Mechanism
-from dpvision.release.schema import Certificate, Charged, OtherUnit
+from dpvision.privacy.mechanism import Mechanism
+from dpvision.release.schema import FORMAT, Declared, Format
 
-FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
+# Privacy units. One of ROW_UNITS is a single row of the data; any other unit owns its rows.
 ROW_UNITS = ("example", "slice")
-VOLUME = "volume"  # the word for a unit that is a file with many slices, where nobody said whose it is
-"""Words for a unit that is a single row. Any other unit owns its rows."""
+VOLUME = "volume"  # a file with many slices, where it is not known which patient it belongs to
 
+# Purposes of charges besides the training steps: facts that were not declared are computed from the data, with noise.
+COUNTED_UNITS, PIXEL_STATISTICS = "number of units", "normalisation statistics"
 
-@final
-@dataclass(frozen=True)
-class Spent:
-    """Upper bounds on what the charges of a ledger spend. All None or empty in a run without privacy."""
-
-    epsilon: float | None
-    epsilon_rdp: float | None
-    curve: tuple[tuple[float, float], ...] = ()
-    gaussian_dp: GaussianDP | None = None
-    attack_success: tuple[tuple[float, float], ...] = ()
-
-
-MOST_KINDS = 24
-"""Releases of different noise or rate: each takes a while to compose, and no run has more than a few."""
-
-
-@lru_cache(maxsize=64)
-def spent_by(charges: tuple[tuple[Event, int], ...], *, delta: float | None, adjacency: Adjacency) -> Spent:
-    """Epsilon by both accountants, and by PLD the whole curve. Without privacy (delta None) there is none."""
-    if delta is None:
-        return Spent(None, None)
-    if len(charges) > MOST_KINDS:
-        raise PrivacyError(f"{len(charges)} kinds of releases are charged, more than the {MOST_KINDS} of any run.")
-    headline = guarantee(charges, delta=delta, adjacency=adjacency, accountant="pld").epsilon
-    by_rdp = guarantee(charges, delta=delta, adjacency=adjacency, accountant="rdp").epsilon
-    if not (math.isfinite(headline) and math.isfinite(by_rdp)):
-        raise PrivacyError(f"no finite epsilon can be proved at delta {delta:g}. Choose a larger delta.")
-    points = ((at, _or_none(charges, delta=at, adjacency=adjacency)) for at in CURVE_DELTAS if at != delta)
-    curve = [(delta, headline), *((at, epsilon) for at, epsilon in points if epsilon is not None)]
-    profile = full_profile(charges, delta=delta, adjacency=adjacency)
-    return Spent(
-        epsilon=headline,
-        epsilon_rdp=by_rdp,
-        curve=tuple(sorted(curve, reverse=True)),
-        gaussian_dp=gaussian_dp(profile),
-        attack_success=tuple(
-            (rate, true_positive_bound(profile, false_positive_rate=rate)) for rate in FALSE_POSITIVE_RATES
-        ),
-    )
-
-
-def _or_none(charges: Charges, *, delta: float, adjacency: Adjacency) -> float | None:
-    """Epsilon at a further delta; None where rounding does not let one be proved."""
-    try:
-        epsilon = guarantee(charges, delta=delta, adjacency=adjacency, accountant="pld").epsilon
-    except ArgumentError:
-        return None
-    return epsilon if math.isfinite(epsilon) else None
-
-
-_SAME_EPSILON = 1e-3  # relative; other versions of the accountant differ by less
-
-
-def proved_profile(certificate: Certificate) -> Profile:
-    """Return the privacy profile behind a certificate, for ``true_positive_bound``.
-
-    Args:
-        certificate: A parsed certificate.
-
-    Returns:
-        The profile of the certificate's charges, if they give its stated epsilon. Otherwise a profile of the
-        (epsilon, delta) pairs that the certificate states; without privacy it is empty.
-
-    Guarantee:
-        Charges that contradict the stated epsilon are ignored: they cannot make a bound smaller.
-    """
-    charges = tuple(
-        (Event(sample_rate=part.sample_rate, noise_multiplier=part.noise_multiplier), part.count)
-        for part in certificate.charged
-    )
-    pairs = [(point.epsilon, point.delta) for point in certificate.curve]
-    if certificate.epsilon is None or certificate.delta is None:
-        return Profile.from_pairs(pairs)
-    stated = (certificate.epsilon, certificate.delta)
-    return _profile_of(charges, stated, certificate.adjacency) or Profile.from_pairs([*pairs, stated])
-
-
-@lru_cache(maxsize=64)
-def _profile_of(
-    charges: tuple[tuple[Event, int], ...], stated: tuple[float, float], adjacency: Adjacency
-) -> Profile | None:
-    """The profile of the charges; None if they do not give the stated epsilon or cannot be computed."""
-    epsilon, delta = stated
-    try:
-        again = guarantee(charges, delta=delta, adjacency=adjacency).epsilon
-        same = abs(again - epsilon) <= _SAME_EPSILON * epsilon
-        return full_profile(charges, delta=delta, adjacency=adjacency) if same else None
-    except ArgumentError:
-        return None
-
-
-def other_units(header: Mapping[str, Any], charges: Charges) -> list[OtherUnit]:
-    """What the charges prove for the owner of several units, or for one row of a unit that owns several."""
-    delta, unit, adjacency = header["delta"], header["privacy_unit"], header["adjacency"]
-    if delta is None:
-        return []
-    if unit not in ROW_UNITS:
-        return [
-            OtherUnit(
-                unit=f"one picture of a {unit} who has others too, added, removed or changed",
-                epsilon=_if_proved(lambda: row_guarantee(charges, delta=delta, adjacency=adjacency)),
-                delta=delta,
-                why=f"the {unit} stays and its clipped gradient becomes another one: replacement of a {unit}, by PLD",
-            )
-        ]
-    most_rows = header.get("most_rows_per_owner")
-    if most_rows is None:
-        return []
-    return [
-        OtherUnit(
-            unit=f"an owner of at most {most_rows} {unit}s, with all of them",
-            epsilon=_if_proved(lambda: owner_guarantee(charges, most_rows=most_rows, delta=delta, adjacency=adjacency)),
-            delta=delta,
-            why=(
-                f"each {unit} of the owner joins a step by itself, and the owner moves the sum by a binomial number "
-                "of clip norms: a mixture of Gaussians a step, composed by PLD"
-            ),
-        )
-    ]
-
-
-def _if_proved(prove: Callable[[], Guarantee]) -> float | None:
-    """Epsilon, or None where there is no proof: a run's release must not fail for want of a second figure."""
-    try:
-        epsilon = prove().epsilon
-    except ArgumentError:
-        return None
-    return epsilon if math.isfinite(epsilon) else None
-
-
-def charged_list(charges: Charges) -> list[Charged]:
-    """The charges as a certificate lists them."""
-    return [
-        Charged(purpose=e.purpose, sample_rate=e.sample_rate, noise_multiplier=e.noise_multiplier, count=count)
-        for e, count in charges
-    ]
-
-
-def steps_taken(charges: Charges) -> int:
-    """Training steps that were charged, over all forks: at least as many as were taken."""
-    return sum(count for event, count in charges if event.purpose == TRAINING)
-
+# Names of declarations in a ledger. Where there are two, the first is written today and both are read.
+NOT_FOR_RELEASE = "not for release"  # becomes a stamp of the certificate
+TRAINING_DATA = "training data"
+TEST_SPLIT = "test split"
+SHOWN_IMAGES_NAMES = ("test images in the release", "test pictures in the release")
+HISTORY_NAMES = ("history of the initial weights", "history of the first weights")
+INITIAL_WEIGHTS_NAMES = ("initial weights", "first weights")
+SHOWN_IMAGES, HISTORY, INITIAL_WEIGHTS = SHOWN_IMAGES_NAMES[0], HISTORY_NAMES[0], INITIAL_WEIGHTS_NAMES[0]
+HELD_OUT = "held out of training by a keyed draw and declared public: this run's epsilon does not protect them"
 
 NO_PRIVACY = "trained without privacy: no guarantee"
-HAND_SEEDED = "hand-seeded key: whoever knows the seed can subtract the noise; reproducible, not for release"
-NOT_FOR_RELEASE = "not for release"  # a note of the ledger that is a stamp of the certificate
-TRAINING_DATA = "training data"
-SHOWN_PICTURES = "test pictures in the release"  # a declaration without which no picture leaves the house
-HISTORY = "history of the first weights"
-TEST_SPLIT = "test split"
-HELD_OUT = "held out of training by a keyed draw and declared public: this run's epsilon does not protect them"
-ALWAYS_DECLARED: tuple[tuple[str, str], ...] = (
-    ("num_units, class names and picture shape", "declared public by whoever configured the run"),
-)
-# Purposes of charges besides the training steps: what nobody declared is computed from the data, with noise.
-COUNTED_UNITS, PIXEL_STATISTICS = "number of units", "normalisation statistics"
-_DECLARED_BESIDE_A_COUNT = (("class names and picture shape", ALWAYS_DECLARED[0][1]),)
-ALWAYS_UNCOVERED: tuple[str, ...] = (
+_CHANGED = "the mechanism was changed during the run: its parts compose, but the plan followed the data"
+_UNCOVERED = (
     "How hyper-parameters, architecture and clip norm were chosen outside this run.",
     "Other runs and releases on the same data: each of them composes with this one.",
     "Timing, memory use and other side channels of the machine that trained.",
-    "Floating-point arithmetic: the proof speaks of real numbers. Noise is drawn and added in finite precision.",
-    "The honesty of the program that wrote the ledger: hashes show later changes, not a lie at the time of writing.",
-    "Whoever can read private/: it holds the key of the noise.",
-    "Whoever also has pictures in the test split: figures on those are published without noise.",
 )
 _NEIGHBOURS = {
     "add_remove": "unbounded: one {unit} more or less",
     "zero_out": "one {unit}'s contribution becomes zero, and the number of them stays",
     "replace_one": "bounded: one {unit} becomes another",
 }
-_T = TypeVar("_T")
 
 
-def required_stamps(ledger: Sequence[Entry], mechanism: Mechanism | None) -> list[str]:
-    """Reasons against a release that the ledger itself shows."""
-    stamps = [HAND_SEEDED] if ledger[0].payload.get("hand_seeded") else []
-    notes = [e.payload for e in ledger if e.kind == "declare"]
-    stamps += [note["how"] for note in notes if note["what"] == NOT_FOR_RELEASE]
-    if mechanism is None:
-        return [*stamps, NO_PRIVACY]
-    charges = charges_of(ledger)
-    if any(event != mechanism.step_event for event, _ in charges if event.purpose == TRAINING):
-        stamps.append("the mechanism was changed during the run: its parts compose, but the plan followed the data")
-    if steps_taken(charges) > mechanism.steps:
-        stamps.append(f"{steps_taken(charges)} steps were charged, but {mechanism.steps} were planned")
-    return stamps
+@final
+@dataclass(frozen=True, kw_only=True)
+class Wording:
+    """The sentences of one format that differ between formats. ``{unit}`` is the privacy unit."""
 
-
-def required_declared(ledger: Sequence[Entry]) -> list[tuple[str, str]]:
-    """What every certificate of this ledger declares."""
-    declared = [e.payload for e in ledger if e.kind == "declare"]
-    notes = [(note["what"], note["how"]) for note in declared if note["what"] != NOT_FOR_RELEASE]
-    forks = [
-        (f"fork {e.payload['fork']} at step {e.payload['step']}", f"{e.payload['reason']}; repeated steps are charged")
-        for e in ledger
-        if e.kind == "fork"
-    ]
-    counted = any(event.purpose == COUNTED_UNITS for event, _ in charges_of(ledger))
-    facts = _DECLARED_BESIDE_A_COUNT if counted else ALWAYS_DECLARED
-    return unique([*facts, *notes, *forks])
-
-
-def required_uncovered(ledger: Sequence[Entry]) -> list[str]:
-    """What every certificate of this ledger says that it does not cover."""
-    header = ledger[0].payload
-    found, unit = list(ALWAYS_UNCOVERED), header["privacy_unit"]
-    if unit in ROW_UNITS:
-        most_rows = header.get("most_rows_per_owner")
-        found.append(f"A person who owns several {unit}s: the guarantee protects one {unit} at a time.")
-        if most_rows is not None:
-            found.append(
-                f"One {unit} more or less of an owner who has more than {most_rows}: those beyond are left out, and "
-                "another one may come in or go. Owners as a whole have their figure under other_units."
-            )
-    if unit == VOLUME:
-        found.append("A patient with several volumes: each volume counts as a unit of its own.")
-    if header["delta"] is not None and not header["delta"] < 1 / header["num_units"]:
-        found.append(
-            f"Delta {header['delta']:g} is not below 1/{header['num_units']}: a mechanism that publishes one "
-            f"{unit} in full could keep such a guarantee."
-        )
-    if any(what == TEST_SPLIT and how.endswith(HELD_OUT) for what, how in required_declared(ledger)):
-        found.append("The units held out for testing: figures on them are published without noise.")
-    return found
-
-
-def deployment(header: Mapping[str, Any]) -> dict[str, str]:
+    image: str
+    """The word for an image."""
+    values: str
+    """The word for measured or computed numbers."""
+    hand_seeded: str
+    """The stamp of a run whose key was made from a seed."""
+    declared_by: str
+    """How the public facts of every run are declared."""
+    uncovered: tuple[str, ...]
+    """What no certificate covers."""
+    beyond_most_rows: str
+    """Not covered where rows per owner are limited to ``{most_rows}``."""
+    large_delta: str
+    """Not covered where ``{delta}`` is at least 1 / ``{num_units}``."""
+    held_out: str
+    """Not covered where the test split was held out of the private data."""
+    one_row: tuple[str, str]
+    """Another unit, and why its epsilon holds: one row of a unit that owns several."""
+    owner: tuple[str, str]
+    """The same for an owner of at most ``{most_rows}`` units."""
+    deployment: Mapping[str, str]
     """How the guarantee is meant, in the terms of NIST SP 800-226 and of the registry of deployments."""
-    if header["delta"] is None:
-        return {}
-    unit = header["privacy_unit"]
-    return {
+    hand_seeded_source: str
+    """The source of noise of a hand-seeded run."""
+    page_intro: str
+    """The first sentence of certificate.md."""
+    no_guarantee: str
+    """What certificate.md says of a run without privacy."""
+    accused: str
+    """The heading of false positive rates."""
+
+
+_FORMAT_2 = Wording(
+    image="picture",
+    values="figure",
+    hand_seeded="hand-seeded key: whoever knows the seed can subtract the noise; reproducible, not for release",
+    declared_by="declared public by whoever configured the run",
+    uncovered=(
+        *_UNCOVERED,
+        "Floating-point arithmetic: the proof speaks of real numbers. Noise is drawn and added in finite precision.",
+        "The honesty of the program that wrote the ledger: hashes show later changes, not a lie at the time of "
+        "writing.",
+        "Whoever can read private/: it holds the key of the noise.",
+        "Whoever also has pictures in the test split: figures on those are published without noise.",
+    ),
+    beyond_most_rows=(
+        "One {unit} more or less of an owner who has more than {most_rows}: those beyond are left out, and another one "
+        "may come in or go. Owners as a whole have their figure under other_units."
+    ),
+    large_delta=(
+        "Delta {delta:g} is not below 1/{num_units}: a mechanism that publishes one {unit} in full could keep such a "
+        "guarantee."
+    ),
+    held_out="The units held out for testing: figures on them are published without noise.",
+    one_row=(
+        "one picture of a {unit} who has others too, added, removed or changed",
+        "the {unit} stays and its clipped gradient becomes another one: replacement of a {unit}, by PLD",
+    ),
+    owner=(
+        "an owner of at most {most_rows} {unit}s, with all of them",
+        "each {unit} of the owner joins a step by itself, and the owner moves the sum by a binomial number of clip "
+        "norms: a mixture of Gaussians a step, composed by PLD",
+    ),
+    deployment={
         "flavour": "approximate differential privacy: (epsilon, delta)",
-        "neighbours": _NEIGHBOURS[header["adjacency"]].format(unit=unit),
+        "neighbours": "",  # by adjacency
         "trust_model": "central: a trusted curator holds the pictures in the clear, trains, and adds the noise",
         "release_type": "static: one model and the files beside it; the weights after every step are covered too",
         "mechanism": "Gaussian noise on the sum of clipped gradients, once a step (DP-SGD)",
-        "sampling": f"Poisson: each {unit} joins each step with the same probability, independently, in secret",
+        "sampling": "Poisson: each {unit} joins each step with the same probability, independently, in secret",
         "accounting": "all charges of this run's ledger, by privacy loss distributions, and by RDP beside them",
         "composition": "other runs and releases on the same data are not counted",
         "post_processing": "division by a public constant, optimizer, schedule and averaging see noisy sums alone",
         "parameters": "epsilon and delta are upper bounds that dpvision verify recomputes from the ledger",
-        "noise_source": (
-            "a hand-seeded key"
-            if header.get("hand_seeded")
-            else "AES-256 in counter mode under a secret from the operating system; float64, on a public grid"
-        ),
+        "noise_source": "AES-256 in counter mode under a secret from the operating system; float64, on a public grid",
         "access": "private/ stays with the curator: whoever has it can subtract the noise",
         "utility": "figures in metrics.json are measured on data declared public, without noise",
-    }
+    },
+    hand_seeded_source="a hand-seeded key",
+    page_intro="Made from certificate.json alone; `dpvision verify` recomputes every figure from the ledger beside it.",
+    no_guarantee="There is no guarantee: parts of the training data may be read off such a model.",
+    accused="outsiders wrongly accused",
+)
+_FORMAT_3 = Wording(
+    image="image",
+    values="value",
+    hand_seeded="hand-seeded key: anyone who knows the seed can subtract the noise; reproducible, not for release",
+    declared_by="declared public in the configuration of the run",
+    uncovered=(
+        *_UNCOVERED,
+        "Floating-point arithmetic: the proof is for real numbers, but noise is drawn and added in finite precision.",
+        "The honesty of the program that wrote the ledger: hashes show later changes, not false entries.",
+        "Anyone who can read private/: it holds the key of the noise.",
+        "People with images in the test split: metrics on those images are published without noise.",
+    ),
+    beyond_most_rows=(
+        "A change of one {unit} of an owner with more than {most_rows}: only the first {most_rows} are used, so "
+        "another one may take its place. The epsilon of a whole owner is given under other_units."
+    ),
+    large_delta=(
+        "Delta {delta:g} is not below 1/{num_units}: a mechanism that publishes one {unit} in full could satisfy such "
+        "a guarantee."
+    ),
+    held_out="The units held out for testing: metrics on them are published without noise.",
+    one_row=(
+        "one image of a {unit} that has several, added, removed or changed",
+        "the {unit} stays and its clipped gradient changes: replacement of a {unit}, by PLD",
+    ),
+    owner=(
+        "an owner of at most {most_rows} {unit}s, with all of them",
+        "each {unit} of the owner is sampled independently, so the owner moves the sum by a binomial number of clip "
+        "norms: a mixture of Gaussians in each step, composed by PLD",
+    ),
+    deployment={
+        **_FORMAT_2.deployment,
+        "trust_model": "central: a trusted curator stores the images, trains, and adds the noise",
+        "sampling": "Poisson: each {unit} joins each step independently with the same probability; the draw is secret",
+        "accounting": "all charges of this run's ledger, by privacy loss distributions (PLD); RDP for comparison",
+        "post_processing": "division by a public constant, optimizer, schedule and averaging only see noisy sums",
+        "access": "private/ stays with the curator: anyone who has it can subtract the noise",
+        "utility": "the metrics in metrics.json are measured on data declared public, without noise",
+    },
+    hand_seeded_source="a hand-seeded key",
+    page_intro="Made from certificate.json only; `dpvision verify` recomputes every value from the ledger beside it.",
+    no_guarantee="There is no guarantee: parts of the training data may be recovered from such a model.",
+    accused="non-members wrongly accused",
+)
+WORDING: Mapping[Format, Wording] = {2: _FORMAT_2, 3: _FORMAT_3}
+HAND_SEEDED = WORDING[FORMAT].hand_seeded
+HAND_SEEDED_STAMPS = frozenset(words.hand_seeded for words in WORDING.values())
+
+
+def stamps_of(
+    ledger: Sequence[Entry], mechanism: Mechanism | None, *, hand_seeded: bool = False, version: Format = FORMAT
+) -> list[str]:
+    """Return the reasons against a release, each once.
+
+    Args:
+        ledger: The entries of the run's ledger.
+        mechanism: What the run was planned with; None without privacy.
+        hand_seeded: Whether the key is known to be made from a seed. The ledger may say so, too.
+        version: The format of the certificate.
+
+    Returns:
+        Sentences; none if the run may be released.
+    """
+    known = hand_seeded or ledger[0].payload.get("hand_seeded")
+    stamps = [WORDING[version].hand_seeded] if known else []
+    notes = [entry.payload for entry in ledger if entry.kind == "declare"]
+    stamps += [note["how"] for note in notes if note["what"] == NOT_FOR_RELEASE]
+    if mechanism is None:
+        return list(dict.fromkeys([*stamps, NO_PRIVACY]))
+    trained = [(event, count) for event, count in charges_of(ledger) if event.purpose == TRAINING]
+    steps = sum(count for _, count in trained)
+    if any(event != mechanism.step_event for event, _ in trained):
+        stamps.append(_CHANGED)
+    if steps > mechanism.steps:
+        stamps.append(f"{steps} steps were charged, but {mechanism.steps} were planned")
+    return list(dict.fromkeys(stamps))
+
+
+def declared_in(ledger: Sequence[Entry], *, version: Format = FORMAT) -> list[Declared]:
+    """Return what the certificate declares: the facts of every run, the ledger's declarations and its forks."""
+    words = WORDING[version]
+    counted = any(event.purpose == COUNTED_UNITS for event, _ in charges_of(ledger))
+    facts = f"{'' if counted else 'num_units, '}class names and {words.image} shape"
+    found = [(facts, words.declared_by)]
+    declared = [entry.payload for entry in ledger if entry.kind == "declare"]
+    found += [(note["what"], note["how"]) for note in declared if note["what"] != NOT_FOR_RELEASE]
+    found += [
+        (f"fork {e.payload['fork']} at step {e.payload['step']}", f"{e.payload['reason']}; repeated steps are charged")
+        for e in ledger
+        if e.kind == "fork"
+    ]
+    return [Declared(what=what, how=how) for what, how in dict.fromkeys(found)]
+
+
+def data_names(ledger: Sequence[Entry]) -> list[str]:
+    """Return the names of the training data that a ledger declares; several after a fork to other data."""
+    declared = [entry.payload for entry in ledger if entry.kind == "declare"]
+    return [note["how"] for note in declared if note["what"] == TRAINING_DATA]
+
+
+def not_covered_by(ledger: Sequence[Entry], *, version: Format = FORMAT) -> list[str]:
+    """Return what the certificate says that its guarantee does not cover."""
+    header, words = ledger[0].payload, WORDING[version]
+    found, unit, most_rows = list(words.uncovered), header["privacy_unit"], header.get("most_rows_per_owner")
+    if unit in ROW_UNITS:
+        found.append(f"A person who owns several {unit}s: the guarantee protects one {unit} at a time.")
+        if most_rows is not None:
+            found.append(words.beyond_most_rows.format(unit=unit, most_rows=most_rows))
+    if unit == VOLUME:
+        found.append("A patient with several volumes: each volume counts as a unit of its own.")
+    if header["delta"] is not None and not header["delta"] < 1 / header["num_units"]:
+        found.append(words.large_delta.format(delta=header["delta"], num_units=header["num_units"], unit=unit))
+    if any(note.what == TEST_SPLIT and note.how.endswith(HELD_OUT) for note in declared_in(ledger)):
+        found.append(words.held_out)
+    return found
+
+
+def deployment_of(header: Mapping[str, Any], *, version: Format = FORMAT) -> dict[str, str]:
+    """Return how the guarantee is meant, by question; nothing without privacy."""
+    if header["delta"] is None:
+        return {}
+    words = WORDING[version]
+    answers = {**words.deployment, "neighbours": _NEIGHBOURS[header["adjacency"]]}
+    if header.get("hand_seeded"):
+        answers["noise_source"] = words.hand_seeded_source
+    return {question: answer.replace("{unit}", header["privacy_unit"]) for question, answer in answers.items()}
 
 
 def history_digest(transfer: object) -> str | None:
-    """SHA-256 of what a released configuration says of the first weights and all before them; None if nothing."""
+    """Return the SHA-256 of what a configuration says of the initial weights and all before them; None if nothing."""
     if transfer is None:
         return None
     return hashlib.sha256(json.dumps(transfer, sort_keys=True).encode()).hexdigest()
 
 
 def noted_history(ledger: Iterable[Entry]) -> str | None:
-    """The same as the ledger has it: the last note counts, since a fork may bring other weights."""
-    notes = [e.payload["how"] for e in ledger if e.kind == "declare" and e.payload["what"] == HISTORY]
+    """Return the same as the ledger declares it. The last one counts, since a fork may bring other weights."""
+    notes = [e.payload["how"] for e in ledger if e.kind == "declare" and e.payload["what"] in HISTORY_NAMES]
     return notes[-1].removeprefix("SHA-256 ") if notes else None
-
-
-def differing_facts(header: Mapping[str, Any], mechanism: Mechanism) -> list[str]:
-    """Names of the mechanism's facts that are not those under which the ledger was opened.
-
-    A header need not name every fact. One without a style of clipping is of a time when there was but one.
-    """
-    opened_for = {"clipping": "flat", "unit_norm": False, **header}
-    names = ("num_units", "privacy_unit", "adjacency", "clip_norm", "clipping", "unit_norm")
-    names += ("steps", "expected_batch_size", "noise_multiplier")
-    return [name for name in names if name in opened_for and opened_for[name] != getattr(mechanism, name)]
-
-
-def unique(items: Sequence[_T]) -> list[_T]:
-    """Each item once, in the order of first appearance."""
-    return list(dict.fromkeys(items))

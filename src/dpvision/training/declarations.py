@@ -1,4 +1,8 @@
-"""What a run takes as public, and which looks at data it does not charge: said in the ledger and the certificate."""
+"""What a run declares public instead of charging it. Each declaration is written into the ledger.
+
+The certificate copies the declarations, and ``verify`` compares them with the ledger. Names that other code looks for
+are in release/statements.py.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from pathlib import Path
 from dpvision.accounting import mechanism_guarantee
 from dpvision.config import RunConfig, ViewsConfig
 from dpvision.privacy.ledger import Ledger
-from dpvision.release.statements import HELD_OUT, SHOWN_PICTURES, TEST_SPLIT
+from dpvision.release.statements import HELD_OUT, SHOWN_IMAGES, TEST_SPLIT
 from dpvision.training.initial_weights import KNOWN_WEIGHTS
 from dpvision.training.lineage import note_ancestry, transfer_declarations
 from dpvision.training.prepare import RunSplits, extra_charges
@@ -16,15 +20,15 @@ from dpvision.training.trainer import may_show_pictures
 
 
 def declarations(config: RunConfig, pictures: RunSplits) -> list[tuple[str, str]]:
-    """Pairs of (what, how) for everything that is declared instead of charged."""
+    """Return pairs of (what, how) for everything that is declared instead of charged."""
     found = [("privacy units", units_come_from(config, pictures)), (TEST_SPLIT, test_split(config, pictures))]
     found += rows_of_owners(config)
     if may_show_pictures(config):
         found.append(
             (
-                SHOWN_PICTURES,
-                "a few, with their masks, their owners' names and the model's masks: whoever named them declares them "
-                "public, and so are figures by owner",
+                SHOWN_IMAGES,
+                "a few, with their masks, their owners' names and the model's masks: naming them as test data declares "
+                "them public, and the metrics of each owner too",
             )
         )
     if config.data.normalisation == "published":
@@ -32,41 +36,41 @@ def declarations(config: RunConfig, pictures: RunSplits) -> list[tuple[str, str]
         what = config.transfer.weights if config.transfer is not None and of_weights else config.data.source
         found.append(("normalisation constants", f"published for {what}"))
     elif config.data.normalisation in {"fixed", "none"}:
-        found.append(("normalisation constants", "fixed numbers that no data chose"))
+        found.append(("normalisation constants", "fixed numbers that do not depend on the data"))
     constants = None if config.model is None else config.model.options.get("constants")
     if constants is not None:
         found.append(("feature constants", f"computed from {constants}, which is declared public"))
     if config.schedule.kind == "plateau":
         found.append(("learning-rate schedule", "follows the loss on the test split, which is declared public"))
     if config.views != ViewsConfig():
-        found.append(("views of a picture", views_text(config)))
+        found.append(("augmented views", views_text(config)))
     return [*found, *transfer_declarations(config, planned_epsilon=planned_epsilon(config))]
 
 
 def note_declarations(ledger: Ledger, config: RunConfig, pictures: RunSplits) -> None:
-    """Write all that is declared into the ledger. What stands there already is not written again."""
+    """Write every declaration into the ledger; one that is already there is not written again."""
     for what, how in declarations(config, pictures):
         ledger.note("declare", {"what": what, "how": how})
     note_ancestry(ledger, config)
 
 
 def planned_epsilon(config: RunConfig) -> float | None:
-    """What the whole plan spends: a bound on what the run spends, because the budget is a wall."""
+    """Return the epsilon of the whole plan. It bounds what the run spends, because the budget is a hard limit."""
     if not config.privacy.enabled or config.privacy.delta is None:
         return None
     return mechanism_guarantee(config.mechanism, delta=config.privacy.delta, extra=extra_charges(config)).epsilon
 
 
 def views_text(config: RunConfig) -> str:
-    """How pictures are varied."""
+    """How images are augmented."""
     if mirrored(config.views) and config.cache_features != "off":
-        return "each picture and its mirror image, averaged before the clip, wherever features are kept"
-    return f"{config.views.count} a picture, averaged before the clip; how they vary is in the configuration"
+        return "each image and its mirror image, averaged before clipping, wherever features are cached"
+    return f"{config.views.count} per image, averaged before clipping; the transformations are in the configuration"
 
 
 def units_come_from(config: RunConfig, pictures: RunSplits) -> str:
-    """Who said which rows belong together."""
-    data, alone = config.data, "each picture is a unit of its own"
+    """Where it is defined which rows belong to one unit."""
+    data, alone = config.data, "each image is a unit of its own"
     if pictures.train.owners is None:
         return alone
     if data.unit_csv is not None:
@@ -91,7 +95,7 @@ def rows_of_owners(config: RunConfig) -> list[tuple[str, str]]:
 
 
 def test_split(config: RunConfig, pictures: RunSplits) -> str:
-    """Where the test pictures come from."""
+    """Where the test images come from."""
     if pictures.held_out:
         return f"{config.data.holdout_fraction:.0%} of the units, {HELD_OUT}"
     return f"{Path(config.data.test or config.data.source).name}, declared public"
