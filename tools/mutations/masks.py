@@ -140,8 +140,8 @@ MASKS = (
         "release/run_facts.py",
         (
             "undeclared pictures are shown",
-            "_examples(run) if images_are_public(checked) else ()",
-            "_examples(run)",
+            "_content(run, EXAMPLES) if images_are_public(checked) else None",
+            "_content(run, EXAMPLES)",
         ),
     ),
     *mutations(

@@ -47,7 +47,6 @@ from dpvision.release.statements import (
 )
 
 FALSE_POSITIVE_RATES = (0.001, 0.01, 0.1)
-MOST_KINDS = 24  # of charges; composing takes a while for each, and no run has more than a few
 _SAME_EPSILON = 1e-3  # relative; other versions of the accountant differ by less
 
 
@@ -128,7 +127,19 @@ def build_certificate(
 
 
 def with_attachment(certificate: Mapping[str, Any], *, name: str, sha256: str) -> dict[str, Any]:
-    """Return the certificate with one more attachment; an earlier one of that name is replaced."""
+    """Return the certificate with one more attachment.
+
+    Args:
+        certificate: The content of certificate.json.
+        name: The file's name inside the release; an earlier attachment of that name is replaced.
+        sha256: The file's SHA-256, in hex.
+
+    Returns:
+        The new content of certificate.json. Every other claim stays as it is.
+
+    Raises:
+        ArgumentError: The name is not a plain file name of at most 100 characters.
+    """
     known = parse_certificate(certificate)
     hashes = {attachment.name: attachment.sha256 for attachment in known.attachments} | {name: sha256}
     named = [{"name": name, "sha256": sha256} for name, sha256 in sorted(hashes.items())]
@@ -188,12 +199,10 @@ def bounds_of(charges: tuple[tuple[Event, int], ...], *, delta: float | None, ad
         The bounds, none of them without privacy.
 
     Raises:
-        PrivacyError: No finite epsilon can be proved, or there are more kinds of charges than any run has.
+        PrivacyError: No finite epsilon can be proved at this delta.
     """
     if delta is None:
         return Bounds()
-    if len(charges) > MOST_KINDS:
-        raise PrivacyError(f"{len(charges)} kinds of releases are charged, more than the {MOST_KINDS} of any run.")
     by_pld = guarantee(charges, delta=delta, adjacency=adjacency, accountant="pld").epsilon
     by_rdp = guarantee(charges, delta=delta, adjacency=adjacency, accountant="rdp").epsilon
     if not (math.isfinite(by_pld) and math.isfinite(by_rdp)):
@@ -222,14 +231,16 @@ def _other_units(header: Mapping[str, Any], charges: Charges, *, version: Format
     """What the charges prove for the owner of several units, or for one row of a unit that owns several."""
     delta, unit, adjacency = header["delta"], header["privacy_unit"], header["adjacency"]
     most_rows = header.get("most_rows_per_owner")
-    if delta is None or (unit in ROW_UNITS and most_rows is None):
+    if delta is None:
         return []
-    if unit in ROW_UNITS:
+    if unit not in ROW_UNITS:
+        words = WORDING[version].one_row
+        epsilon = _if_proved(lambda: row_guarantee(charges, delta=delta, adjacency=adjacency))
+    elif most_rows is not None:
         words = WORDING[version].owner
         epsilon = _if_proved(lambda: owner_guarantee(charges, most_rows=most_rows, delta=delta, adjacency=adjacency))
     else:
-        words = WORDING[version].one_row
-        epsilon = _if_proved(lambda: row_guarantee(charges, delta=delta, adjacency=adjacency))
+        return []
     name, why = (text.format(unit=unit, most_rows=most_rows) for text in words)
     return [OtherUnit(unit=name, epsilon=epsilon, delta=delta, why=why)]
 

@@ -86,20 +86,20 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {
-        "bound": bound_percent,
-        "epsilon": epsilon_text,
-        "flat": flat,
-        "number": number,
-        "percent": percent,
-        "power": _power,
-        "sentence": sentence,
-    }
+    shown = (bound_percent, epsilon_text, flat, number, percent, power, sentence)
+    made.filters |= {function.__name__: function for function in shown}
     return made
 
 
 def render(run: RunFacts) -> str:
-    """Return the page as text."""
+    """Render the page.
+
+    Args:
+        run: The checked contents of a run's public files.
+
+    Returns:
+        The HTML page as text. Nothing in it depends on the time or the machine.
+    """
     style = files("dpvision.release").joinpath("templates/report.css").read_text()
     certificate = run.certificate
     private = certificate.epsilon is not None and certificate.delta is not None
@@ -275,7 +275,17 @@ def summary_lines(certificate: Mapping[str, Any], metrics: Mapping[str, Any] | N
 
 
 def figures_of(run: Path) -> dict[str, Any]:
-    """Return the headline values of a run for machines: as they are in the files, not rounded."""
+    """Return the headline values of a run for machines, as they are in the files, not rounded.
+
+    Args:
+        run: A run folder that holds release/.
+
+    Returns:
+        Accuracy or Dice, epsilon, delta, unit, adjacency, steps, and the reasons against release.
+
+    Raises:
+        DataError: The folder is not a finished run, or a file is not what dpvision writes.
+    """
     facts = read_run(run)
     final, names = facts.final, ("epsilon", "delta", "epsilon_rdp", "privacy_unit", "adjacency", "steps_taken")
     scores: dict[str, Any] = {"accuracy": None if final is None else final.accuracy}
@@ -365,7 +375,8 @@ def power_of_ten(value: float) -> tuple[str, int]:
     return "1" if factor == 1 else str(factor), exponent
 
 
-def _power(value: float) -> Markup:
+def power(value: float) -> Markup:
+    """A small number as a power of ten in HTML, rounded up."""
     factor, exponent = power_of_ten(value)
     raised = Markup("10<sup>{}</sup>").format(str(exponent).replace("-", "−"))
     return raised if factor == "1" else Markup("{} · {}").format(factor, raised)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from dpvision.errors import ArgumentError, DataError
+from dpvision.errors import ArgumentError, DataError, validation_message
 from dpvision.release.schema import Certificate, parse_certificate
 from dpvision.release.statements import NO_PRIVACY, SHOWN_IMAGES_NAMES
 from dpvision.storage.files import parse_object, read_file
@@ -167,18 +167,20 @@ def read_run(run: Path) -> RunFacts:
         Opens release/certificate.json, metrics.json and config.json, and nothing else; never private/. Only if the
         certificate declares test images public, it opens release/examples.safetensors too.
     """
-    certificate = _read(run, CERTIFICATE)
+    certificate, metrics, config = (_content(run, name) for name in (CERTIFICATE, METRICS, CONFIG))
     if certificate is None:
         raise DataError(
             f"{run} is not a finished run: it has no release/{CERTIFICATE}. Give the folder that dpvision train made."
         )
-    metrics, checked = _read(run, METRICS), checked_certificate(certificate)
+    release = run / "release"
+    checked = checked_certificate(parse_object(certificate, name=str(release / CERTIFICATE)))
+    examples = _content(run, EXAMPLES) if images_are_public(checked) else None
     return RunFacts(
         name=run.resolve().name,
         certificate=checked,
-        metrics=None if metrics is None else checked_metrics(metrics),
-        config=_read(run, CONFIG),
-        examples=_examples(run) if images_are_public(checked) else (),
+        metrics=None if metrics is None else checked_metrics(parse_object(metrics, name=str(release / METRICS))),
+        config=None if config is None else parse_object(config, name=str(release / CONFIG)),
+        examples=() if examples is None else parse_examples(examples, name=str(release / EXAMPLES)),
     )
 
 
@@ -202,9 +204,7 @@ def checked_metrics(values: Mapping[str, Any]) -> Metrics:
     try:
         return Metrics.model_validate(dict(values))
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in problem["loc"]) or "all of it"
-        raise DataError(f"{METRICS} is not what dpvision writes: {where}: {problem['msg']}.") from error
+        raise DataError(f"{METRICS} is not what dpvision writes: {validation_message(error, whole='all')}.") from error
 
 
 def reasons_against_release(certificate: Certificate) -> tuple[str, ...]:
@@ -218,17 +218,7 @@ def reasons_against_release(certificate: Certificate) -> tuple[str, ...]:
     return ()
 
 
-def _examples(run: Path) -> tuple[Example, ...]:
-    """The example images of a release; none if there is no such file."""
-    path = run / "release" / EXAMPLES
-    if not path.exists() and not path.is_symlink():
-        return ()
-    return parse_examples(read_file(path), name=str(path))
-
-
-def _read(run: Path, name: str) -> dict[str, Any] | None:
-    """A JSON object of the release, or None if there is no such file."""
+def _content(run: Path, name: str) -> bytes | None:
+    """The bytes of a file of the release, or None if there is no such file."""
     path = run / "release" / name
-    if not path.exists() and not path.is_symlink():
-        return None
-    return parse_object(read_file(path), name=str(path))
+    return read_file(path) if path.exists() or path.is_symlink() else None

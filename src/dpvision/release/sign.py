@@ -1,7 +1,8 @@
-"""Ed25519 signatures of releases: who says that a release is theirs.
+"""Ed25519 signatures of releases: keys, and the content of signature.json.
 
-What is signed are the bytes of manifest.json, which has the hash of every other file of the release. Without it
-whoever rewrites ledger, certificate and manifest together leaves a release that is consistent with itself.
+The signed bytes are those of manifest.json, which has the hash of every other file of the release. Without a signature,
+someone who rewrites ledger, certificate and manifest together leaves a release that is consistent with itself. amend.py
+signs a release, verify.py checks its signature.
 """
 
 from __future__ import annotations
@@ -41,14 +42,23 @@ class Signature:
 
 
 def fingerprint(public_key: bytes) -> str:
-    """SHA-256 of a public key, in hex."""
+    """Return the SHA-256 of a public key, in hex: a short name to compare with what its owner publishes."""
     return f"SHA256:{hashlib.sha256(public_key).hexdigest()}"
 
 
 def make_keys(path: Path, *, password: bytes | None = None) -> tuple[Path, str]:
-    """Write a new private key to ``path`` (readable by its owner only) and its public key beside it, as ``path``.pub.
+    """Write a new private key, readable by its owner only, and its public key beside it.
 
-    Returns the public key's path and its fingerprint. Nothing is ever overwritten.
+    Args:
+        path: Where to write the private key, in PEM; the public key becomes ``path``.pub.
+        password: Encrypts the private key; None for a key without password.
+
+    Returns:
+        The path of the public key, and its fingerprint.
+
+    Raises:
+        ArgumentError: One of the files exists already (nothing is overwritten), the folder does not exist, or the
+            password is empty.
     """
     public_path = path.with_name(f"{path.name}.pub")
     for taken in (path, public_path):
@@ -69,7 +79,18 @@ def make_keys(path: Path, *, password: bytes | None = None) -> tuple[Path, str]:
 
 
 def load_private_key(path: Path, *, ask_password: Callable[[], str]) -> Ed25519PrivateKey:
-    """The key in ``path``; ``ask_password`` is called only if it is encrypted."""
+    """Read a private key.
+
+    Args:
+        path: A file in PEM, as ``dpvision keygen`` writes it.
+        ask_password: Called only if the key is encrypted; returns its password.
+
+    Returns:
+        The key.
+
+    Raises:
+        ArgumentError: The file is not an Ed25519 key in PEM, or the password is wrong.
+    """
     content = read_file(path, limit=_LARGEST_KEY)
     try:
         key = serialization.load_pem_private_key(content, password=None)
@@ -83,6 +104,7 @@ def load_private_key(path: Path, *, ask_password: Callable[[], str]) -> Ed25519P
 
 
 def _decrypted(content: bytes, password: str, path: Path) -> object:
+    """The private key that the password opens."""
     try:
         return serialization.load_pem_private_key(content, password=password.encode())
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
@@ -90,7 +112,17 @@ def _decrypted(content: bytes, password: str, path: Path) -> object:
 
 
 def load_public_key(path: Path) -> bytes:
-    """The 32 bytes of a public key in PEM."""
+    """Read a public key.
+
+    Args:
+        path: The .pub file that ``dpvision keygen`` writes.
+
+    Returns:
+        The 32 bytes of the key.
+
+    Raises:
+        ArgumentError: The file is not an Ed25519 public key in PEM.
+    """
     content = read_file(path, limit=_LARGEST_KEY)
     try:
         key = serialization.load_pem_public_key(content)
@@ -102,7 +134,7 @@ def load_public_key(path: Path) -> bytes:
 
 
 def signature_bytes(manifest: bytes, key: Ed25519PrivateKey) -> bytes:
-    """The content of signature.json for a manifest."""
+    """Return the content of signature.json for the bytes of a manifest."""
     return json_bytes(
         {
             "format": FORMAT,
@@ -115,9 +147,21 @@ def signature_bytes(manifest: bytes, key: Ed25519PrivateKey) -> bytes:
 
 
 def checked_signature(content: bytes, manifest: bytes, *, name: str) -> Signature:
-    """The signature in ``content``, if it is one and fits ``manifest``; ``TamperError`` says what is wrong.
+    """Check a signature.
 
-    Guarantee: whoever made it had the private key, and signed these very bytes.
+    Args:
+        content: The bytes of signature.json.
+        manifest: The bytes of manifest.json.
+        name: The name of the file, for messages.
+
+    Returns:
+        The signature, with the key that made it.
+
+    Raises:
+        TamperError: It is not a signature that dpvision writes, is of another manifest, or was forged.
+
+    Guarantee:
+        The signer had the private key, and signed exactly these bytes.
     """
     values = parse_object(content, name=name)
     try:
@@ -134,6 +178,7 @@ def checked_signature(content: bytes, manifest: bytes, *, name: str) -> Signatur
 
 
 def _parsed(values: dict[str, Any]) -> tuple[bytes, bytes]:
+    """Public key and signature; ``ValueError`` unless the values are exactly as they are written."""
     if values.keys() != _FIELDS or values["format"] != FORMAT or values["algorithm"] != ALGORITHM:
         raise ValueError("unknown layout")
     public_key, signature = bytes.fromhex(values["public_key"]), bytes.fromhex(values["signature"])

@@ -51,38 +51,39 @@ _NEIGHBOURS = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class Wording:
-    """The sentences of one format that differ between formats. ``{unit}`` is the privacy unit."""
+    """The sentences that differ between formats. ``{unit}`` in them is the privacy unit.
+
+    Attributes:
+        image: The word for an image.
+        values: The word for a measured or computed number.
+        hand_seeded: The stamp of a run whose key was made from a seed.
+        declared_by: How the public facts of every run are declared.
+        uncovered: What no certificate covers.
+        beyond_most_rows: Not covered where rows per owner are limited to ``{most_rows}``.
+        large_delta: Not covered where ``{delta}`` is at least 1 / ``{num_units}``.
+        held_out: Not covered where the test split was held out of the private data.
+        one_row: Another unit, and why its epsilon holds: one row of a unit that owns several.
+        owner: The same for an owner of at most ``{most_rows}`` units.
+        deployment: How the guarantee is meant, in the terms of NIST SP 800-226 and of the registry of deployments.
+        page_intro: The first sentence of certificate.md.
+        no_guarantee: What certificate.md says of a run without privacy.
+        accused: The heading of false positive rates.
+    """
 
     image: str
-    """The word for an image."""
     values: str
-    """The word for measured or computed numbers."""
     hand_seeded: str
-    """The stamp of a run whose key was made from a seed."""
     declared_by: str
-    """How the public facts of every run are declared."""
     uncovered: tuple[str, ...]
-    """What no certificate covers."""
     beyond_most_rows: str
-    """Not covered where rows per owner are limited to ``{most_rows}``."""
     large_delta: str
-    """Not covered where ``{delta}`` is at least 1 / ``{num_units}``."""
     held_out: str
-    """Not covered where the test split was held out of the private data."""
     one_row: tuple[str, str]
-    """Another unit, and why its epsilon holds: one row of a unit that owns several."""
     owner: tuple[str, str]
-    """The same for an owner of at most ``{most_rows}`` units."""
     deployment: Mapping[str, str]
-    """How the guarantee is meant, in the terms of NIST SP 800-226 and of the registry of deployments."""
-    hand_seeded_source: str
-    """The source of noise of a hand-seeded run."""
     page_intro: str
-    """The first sentence of certificate.md."""
     no_guarantee: str
-    """What certificate.md says of a run without privacy."""
     accused: str
-    """The heading of false positive rates."""
 
 
 _FORMAT_2 = Wording(
@@ -131,7 +132,6 @@ _FORMAT_2 = Wording(
         "access": "private/ stays with the curator: whoever has it can subtract the noise",
         "utility": "figures in metrics.json are measured on data declared public, without noise",
     },
-    hand_seeded_source="a hand-seeded key",
     page_intro="Made from certificate.json alone; `dpvision verify` recomputes every figure from the ledger beside it.",
     no_guarantee="There is no guarantee: parts of the training data may be read off such a model.",
     accused="outsiders wrongly accused",
@@ -175,7 +175,6 @@ _FORMAT_3 = Wording(
         "access": "private/ stays with the curator: anyone who has it can subtract the noise",
         "utility": "the metrics in metrics.json are measured on data declared public, without noise",
     },
-    hand_seeded_source="a hand-seeded key",
     page_intro="Made from certificate.json only; `dpvision verify` recomputes every value from the ledger beside it.",
     no_guarantee="There is no guarantee: parts of the training data may be recovered from such a model.",
     accused="non-members wrongly accused",
@@ -215,7 +214,15 @@ def stamps_of(
 
 
 def declared_in(ledger: Sequence[Entry], *, version: Format = FORMAT) -> list[Declared]:
-    """Return what the certificate declares: the facts of every run, the ledger's declarations and its forks."""
+    """Return what the certificate declares: the facts of every run, the ledger's declarations and its forks.
+
+    Args:
+        ledger: The entries of the run's ledger.
+        version: The format of the certificate.
+
+    Returns:
+        Each declaration once, in the order of the ledger.
+    """
     words = WORDING[version]
     counted = any(event.purpose == COUNTED_UNITS for event, _ in charges_of(ledger))
     facts = f"{'' if counted else 'num_units, '}class names and {words.image} shape"
@@ -237,7 +244,15 @@ def data_names(ledger: Sequence[Entry]) -> list[str]:
 
 
 def not_covered_by(ledger: Sequence[Entry], *, version: Format = FORMAT) -> list[str]:
-    """Return what the certificate says that its guarantee does not cover."""
+    """Return what the certificate says that its guarantee does not cover.
+
+    Args:
+        ledger: The entries of the run's ledger.
+        version: The format of the certificate.
+
+    Returns:
+        Sentences: those of every certificate, then those that this run's unit, delta and test split add.
+    """
     header, words = ledger[0].payload, WORDING[version]
     found, unit, most_rows = list(words.uncovered), header["privacy_unit"], header.get("most_rows_per_owner")
     if unit in ROW_UNITS:
@@ -254,13 +269,20 @@ def not_covered_by(ledger: Sequence[Entry], *, version: Format = FORMAT) -> list
 
 
 def deployment_of(header: Mapping[str, Any], *, version: Format = FORMAT) -> dict[str, str]:
-    """Return how the guarantee is meant, by question; nothing without privacy."""
+    """Return how the guarantee is meant.
+
+    Args:
+        header: The payload of the ledger's first entry.
+        version: The format of the certificate.
+
+    Returns:
+        Answers by question; none without privacy.
+    """
     if header["delta"] is None:
         return {}
-    words = WORDING[version]
-    answers = {**words.deployment, "neighbours": _NEIGHBOURS[header["adjacency"]]}
+    answers = {**WORDING[version].deployment, "neighbours": _NEIGHBOURS[header["adjacency"]]}
     if header.get("hand_seeded"):
-        answers["noise_source"] = words.hand_seeded_source
+        answers["noise_source"] = "a hand-seeded key"
     return {question: answer.replace("{unit}", header["privacy_unit"]) for question, answer in answers.items()}
 
 

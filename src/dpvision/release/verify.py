@@ -48,14 +48,14 @@ from dpvision.storage.run_folder import (
     release_files,
 )
 
+# Relative: another version of the accountant or of the FFT may change the last digits by less than this.
 MAY_CLAIM_LESS = 1e-4
-"""Relative: another version of the accountant or of the FFT may change the last digits by less than this."""
+# Relative: a claim that is larger than needed is safe, but beyond this it was not made from this ledger.
 MAY_CLAIM_MORE = 1e-2
-"""Relative: a claim that is larger than needed is safe, but beyond this it was not made from this ledger."""
+# Metrics: a run that was stopped after its last step evaluates again when resumed, perhaps with other threads.
 MAY_DIFFER = 1e-3
-"""Metrics: a run that was stopped after its last step evaluates again when resumed, perhaps with other threads."""
+# Points of a training curve whose epsilon is recomputed: each takes some hundredths of a second.
 MOST_POINTS = 50
-"""Points of a training curve whose epsilon is recomputed: each takes some hundredths of a second."""
 # Facts of a ledger's header that are not settings: its own format, and what the run drew.
 _NOT_SETTINGS = frozenset({"format", "run_id", "hand_seeded"})
 _DATA_LAYOUT = {"source": str, "class_names": list, "image_shape": list, "num_units": int}
