@@ -66,7 +66,7 @@ def test_files_without_ids_of_patients_are_volumes_and_the_gap_is_named(volumes:
     assert GAP in certificate["not_covered"]
     assert {"what": "privacy units", "how": "the name of each volume"} in certificate["declared"]
     assert [other["unit"].split(",")[0] for other in certificate["other_units"]] == [
-        "one picture of a volume who has others too"
+        "one image of a volume that has several"
     ]
 
 

@@ -285,7 +285,7 @@ def test_held_out_patients_are_figures_and_no_pictures(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "release" / EXAMPLES).exists()
     page = write_report(tmp_path / "run").read_text()
     assert "<img " not in page
-    assert "No picture is shown" in page
+    assert "No image is shown" in page
 
 
 @pytest.mark.parametrize("other_name", ["discs.npz", "./sub/../discs.npz"])

@@ -103,7 +103,7 @@ def test_a_run_carries_its_style_into_ledger_certificate_and_verification(tmp_pa
     path = tmp_path / "run" / "release" / "certificate.json"
     path.write_text(path.read_text().replace(f'"clipping": "{clipping}"', '"clipping": "flat"'))
     problems = verify(tmp_path / "run").problems
-    assert any("the mechanism's clipping is not the ledger's" in problem for problem in problems)
+    assert any("opened for: clipping differ" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("clipping", NEW)
