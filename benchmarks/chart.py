@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.figures import PLAIN, Result
 from dpvision.errors import ArgumentError
+from dpvision.papers.table_page import svg_chart
 
 # pyright: reportUnknownMemberType=false
 # matplotlib's stubs leave keyword arguments untyped.
@@ -50,17 +49,14 @@ def bar_chart(results: Sequence[Result]) -> bytes:
     """Times as multiples of the ordinary eager step, as SVG: four bars a workload, and a line at one."""
     if not results:
         raise ArgumentError("a chart must have at least one workload, got none.")
-    # Text stays text, and the same figures give the same bytes.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dpvision", "font.size": 10}):
-        figure = Figure(figsize=(9.5, 1.3 + 0.95 * len(results)), layout="constrained")
-        axes = figure.subplots()
+
+    def draw(figure: Figure, axes: Axes) -> None:
         for kind in _KINDS:
             _draw(axes, kind, results)
         _dress(axes, results)
         figure.legend(loc="outside upper left", ncols=2, frameon=False, labelcolor=_INK)
-        content = io.BytesIO()
-        figure.savefig(content, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
-    return content.getvalue()
+
+    return svg_chart(draw, width=9.5, height=1.3 + 0.95 * len(results))
 
 
 def _draw(axes: Axes, kind: _Kind, results: Sequence[Result]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Final
@@ -12,7 +11,7 @@ from benchmarks.contenders_engine import ENGINE
 from benchmarks.contenders_jax import UNNAMED
 from benchmarks.contenders_opacus import OPACUS
 from benchmarks.contenders_ordinary import ORDINARY
-from dpvision.errors import ArgumentError
+from dpvision.errors import ArgumentError, did_you_mean
 
 REFERENCE: Final = "eager"
 """The contender that all ratios are ratios to; it always takes part."""
@@ -24,9 +23,7 @@ _BY_NAME: Final = {contender.name: contender for contender in ALL}
 def contender(name: str) -> Contender:
     """The contender of that name."""
     if name not in _BY_NAME:
-        close = difflib.get_close_matches(name, _BY_NAME, n=2)
-        hint = f"Did you mean {' or '.join(close)}?" if close else f"There are: {', '.join(_BY_NAME)}."
-        raise ArgumentError(f"contenders must be names of contenders, got {name!r}. {hint}")
+        raise ArgumentError(f"contenders must be names of contenders, got {name!r}. {did_you_mean(name, _BY_NAME)}")
     return _BY_NAME[name]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from benchmarks.figures import Figures, Result, Row
+from dpvision.papers.table_page import markdown_table
 
 NOTHING: Final = "–"
 _MEBIBYTE: Final = 2**20
@@ -39,13 +40,8 @@ def percent(share: float | None) -> str:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, first column to the left and the others to the right."""
-    lines = [columns, ["---", *["--:"] * (len(columns) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in lines) + "\n"
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("\n", " ")
+    """Return a Markdown table, the first column aligned left and the others right."""
+    return "\n".join(markdown_table(columns, rows)) + "\n"
 
 
 def plural(count: int, noun: str) -> str:

@@ -17,7 +17,7 @@ from dpvision.cli import app
 from dpvision.errors import ArgumentError, DPVisionError
 from dpvision.papers import all_recipes, find_recipe
 from dpvision.papers import reproduce as job
-from dpvision.papers.reproduce import Failure, Figures, RowResult, reproduce
+from dpvision.papers.reproduce import Failure, RowResult, RunResult, reproduce
 from dpvision.papers.table_cost import Bill, released_together
 from dpvision.papers.table_page import draw_table, markdown
 from dpvision.papers.tables import Row, Table, all_tables, find_table
@@ -48,9 +48,9 @@ def dpvision(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["reproduce", *map(str, arguments)])
 
 
-def figures(accuracy: float, *, repeat: int = 1) -> Figures:
+def figures(accuracy: float, *, repeat: int = 1) -> RunResult:
     certificate = {"epsilon": 2.0, "delta": 1e-5, "steps_taken": 50, "for_release": True, "stamps": []}
-    return Figures(repeat=repeat, run=f"runs/{repeat}", accuracy=accuracy, top5=None, certificate=certificate)
+    return RunResult(repeat=repeat, run=f"runs/{repeat}", accuracy=accuracy, top5=None, certificate=certificate)
 
 
 @pytest.mark.parametrize("name", WANTED)
@@ -252,7 +252,7 @@ def test_first_weights_come_from_one_run_of_the_earlier_recipe_which_is_counted(
         return finished
 
     monkeypatch.setattr(job, "train", note)
-    monkeypatch.setattr(job, "read_figures", lambda run, *, repeat: figures(50.0, repeat=repeat))
+    monkeypatch.setattr(job, "read_result", lambda run, *, repeat: figures(50.0, repeat=repeat))
     report = reproduce(quick(tmp_path, table=table, repeats=2))
     first = [str(tmp_path / "runs" / (find_recipe(name).after or "") / "1") for name in names]
     assert weights == [None, first[0], None, first[1], first[0], first[1]]

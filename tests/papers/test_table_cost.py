@@ -11,7 +11,7 @@ import torch
 
 from dpvision.accounting import guarantee
 from dpvision.errors import DPVisionError
-from dpvision.papers.reproduce import Figures, RowResult, reproduce
+from dpvision.papers.reproduce import RowResult, RunResult, reproduce
 from dpvision.papers.table_cost import UNREADABLE, Bill, composed, read_bills, released_together
 from dpvision.papers.table_page import markdown, release_lines
 from dpvision.papers.tables import Row
@@ -195,7 +195,7 @@ def test_a_run_that_forks_out_of_its_budget_is_a_failure_not_a_figure(tmp_path: 
 
 def row_values(name: str, *, stamps: tuple[str, ...] = (), bill: Bill | None = None) -> dict[str, Any]:
     certificate = {"epsilon": 2.0, "delta": 1e-5, "steps_taken": 5, "for_release": not stamps, "stamps": list(stamps)}
-    run = Figures(repeat=1, run="runs/1", accuracy=70.0, top5=None, certificate=certificate)
+    run = RunResult(repeat=1, run="runs/1", accuracy=70.0, top5=None, certificate=certificate)
     return RowResult(row=Row(name, TANH), runs=(run,), bills=() if bill is None else (bill,)).to_dict()
 
 

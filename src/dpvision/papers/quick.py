@@ -1,9 +1,12 @@
-"""Any recipe as a smoke test of seconds: made-up pictures, two steps of four, small pictures, two views."""
+"""Any recipe as a smoke test of a few seconds: two steps of four units on small synthetic images.
+
+The test runs the recipe's own model, optimizer, augmentation and clipping. Its results mean nothing, and the run is
+stamped not for release.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import io
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +16,7 @@ from safetensors.torch import save as save_safetensors
 from dpvision import models
 from dpvision.config import ModelConfig, RunConfig, TransferConfig
 from dpvision.papers.recipe import changed
-from dpvision.papers.recipe_data import dataset_of
+from dpvision.papers.recipe_data import dataset_of, write_npz
 from dpvision.storage.files import disk_errors, write_atomically
 
 MEANS_NOTHING: Final = "smoke test on made-up pictures: its figures mean nothing"
@@ -30,10 +33,17 @@ _HUGE_SIDE: Final = 16
 
 
 def quick_config(config: RunConfig, folder: Path) -> RunConfig:
-    """The same model, optimizer, views and clipping on made-up pictures that are written into ``folder``.
+    """Return a smoke test of a recipe's configuration.
 
-    Pictures have at most 32 pixels (16 for the largest networks) and 10 classes; there are at most two views. Noise is
-    fixed instead of calibrated. First weights, where a recipe takes some, are made up too.
+    Images have at most 32 pixels (16 for the largest networks) and 10 classes; there are at most two views. Noise is
+    fixed instead of calibrated. Initial weights, where a recipe takes some, are random.
+
+    Args:
+        config: The recipe's configuration.
+        folder: Where synthetic images and weights are written.
+
+    Returns:
+        The configuration of the smoke test.
     """
     channels, side = _shape(config)
     size: dict[str, Any] = {"image_size": None, "channels": None}
@@ -58,7 +68,7 @@ def quick_config(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def _shape(config: RunConfig) -> tuple[int, int]:
-    """Channels and side of the made-up pictures."""
+    """Return channels and side of the synthetic images."""
     dataset = dataset_of(config)
     channels = config.data.channels or (1 if dataset is None else dataset.channels)
     usual = config.data.image_size or (_SIDE if dataset is None else dataset.image_size)
@@ -75,7 +85,7 @@ def _privacy(config: RunConfig) -> dict[str, Any]:
 
 
 def _fitted(model: ModelConfig | None, side: int) -> ModelConfig | None:
-    """The model told of the size of the pictures, and not to enlarge them much, where it can be told."""
+    """Set the size of the images in the model's options, where it has such options."""
     if model is None:
         return None
     options = dict(model.options)
@@ -87,7 +97,7 @@ def _fitted(model: ModelConfig | None, side: int) -> ModelConfig | None:
 
 
 def _pictures(folder: Path, channels: int, side: int) -> Path:
-    """An .npz file of noise with a stripe whose place is the class; the same for everybody."""
+    """Write an .npz file of noise with a stripe whose position is the class; always the same."""
     path = folder / f"made-up-{channels}x{side}x{side}.npz"
     if path.exists():
         return path
@@ -99,14 +109,11 @@ def _pictures(folder: Path, channels: int, side: int) -> Path:
         for image, label in zip(images, labels, strict=True):
             image[:, label % side] += 99
         arrays[f"x_{name}"], arrays[f"y_{name}"] = images, labels
-    content = io.BytesIO()
-    np.savez(content, **arrays)
-    _write(path, content.getvalue())
-    return path
+    return write_npz(path, arrays)
 
 
 def _slices(folder: Path, channels: int, side: int) -> Path:
-    """An .npz file of noise with a bright square, whose mask it is, in two slices of each patient."""
+    """Write an .npz file of noise with a bright square as the mask, in two slices of each patient."""
     path = folder / f"made-up-masks-{channels}x{side}x{side}.npz"
     if path.exists():
         return path
@@ -120,14 +127,11 @@ def _slices(folder: Path, channels: int, side: int) -> Path:
             masks[row][inside] = 1
         images += 99 * masks[:, None]
         arrays |= {f"{start}images": images, f"{start}masks": masks, f"{start}patient": np.arange(count) // 2}
-    content = io.BytesIO()
-    np.savez(content, **arrays)
-    _write(path, content.getvalue())
-    return path
+    return write_npz(path, arrays)
 
 
 def _with_made_up_weights(config: RunConfig, folder: Path, channels: int, side: int) -> TransferConfig | None:
-    """The transfer with a file of drawn weights in the place of real ones."""
+    """Replace the initial weights by a file of random ones."""
     transfer, model = config.transfer, _fitted(config.model, side)
     if transfer is None or model is None:
         return transfer
@@ -135,12 +139,9 @@ def _with_made_up_weights(config: RunConfig, folder: Path, channels: int, side: 
     path = folder / f"made-up-{model.name}-{channels}x{side}-{which}.safetensors"
     if not path.exists():
         drawn = models.create(model.name, num_classes=_CLASSES, in_channels=channels, seed=1, **model.options)
-        _write(path, save_safetensors({name: value.contiguous() for name, value in drawn.state_dict().items()}))
+        content = save_safetensors({name: value.contiguous() for name, value in drawn.state_dict().items()})
+        with disk_errors(f"write {path}"):
+            write_atomically(path, content)
     described = {"source": transfer.source or "made up", "licence": transfer.licence or "none"}
     head_steps = None if transfer.head_steps is None else 1
     return transfer.model_copy(update={"weights": str(path), "rename": {}, "head_steps": head_steps, **described})
-
-
-def _write(path: Path, content: bytes) -> None:
-    with disk_errors(f"write {path}"):
-        write_atomically(path, content)

@@ -16,12 +16,20 @@ SCALES = ("paper", "cpu")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A named configuration.
+    """A named configuration with its source and its evidence.
 
-    ``accuracy`` is the source's figure in percent, ``figure`` says in words what it is (or why there is none), ``ours``
-    what we reached, with its n. ``differs`` names what is not as in the source, and what the source leaves open.
-    ``needs`` says in one line what must be at hand that can't be downloaded. ``after`` is the recipe whose run gives
-    the first weights. ``cpu`` is the reduced version for two cores, ``reduction`` what was reduced.
+    Args:
+        config: The configuration at the paper's scale; its name is the recipe's.
+        source: The paper or study.
+        summary: Dataset, model and what is special, in one line.
+        accuracy: The source's accuracy (or Dice × 100) in percent.
+        figure: In words, what that number is, or why there is none.
+        ours: What we reached, with its n.
+        differs: What is not as in the source, and what the source leaves open.
+        needs: What must be available that cannot be downloaded, in one line.
+        after: The recipe whose run gives the initial weights.
+        cpu: The reduced version for two cores.
+        reduction: What was reduced in it.
     """
 
     config: RunConfig
@@ -43,12 +51,12 @@ class Recipe:
 
     @property
     def command(self) -> str:
-        """What runs it."""
+        """The command that runs it."""
         return f"dpvision train --recipe {self.name}"
 
     @property
     def paper(self) -> str:
-        """The source's figure in one line."""
+        """The source's result in one line."""
         if self.accuracy is None:
             return self.figure or "no figure"
         epsilon = self.config.privacy.target_epsilon
@@ -56,7 +64,14 @@ class Recipe:
         return f"{self.accuracy:g} % {where}{f' ({self.figure})' if self.figure else ''}".replace("  ", " ")
 
     def at(self, scale: str) -> RunConfig:
-        """The configuration at that scale: ``paper`` or ``cpu``."""
+        """Return the configuration at a scale.
+
+        Args:
+            scale: ``paper`` or ``cpu``.
+
+        Raises:
+            ArgumentError: The scale is unknown, or the recipe has no reduced version.
+        """
         if scale not in SCALES:
             raise ArgumentError(f"--scale must be one of {', '.join(SCALES)}, got {scale!r}.")
         if scale == "paper":
@@ -66,7 +81,7 @@ class Recipe:
         return self.cpu
 
     def lines(self) -> list[str]:
-        """All that there is to say of it."""
+        """Return everything about the recipe as lines of text."""
         found = [f"{self.name}: {self.summary}", f"source: {self.source}", f"command: {self.command}"]
         found += [f"needs: {self.needs}"] if self.needs else []
         found += [f"first: dpvision train --recipe {self.after}"] if self.after else []
@@ -96,7 +111,12 @@ class Recipe:
 
 
 def changed(config: RunConfig, **sections: Any) -> RunConfig:
-    """The configuration with other values: a mapping updates a section, anything else replaces it. Checked anew."""
+    """Return a configuration with other values, validated again.
+
+    Args:
+        config: The configuration to start from.
+        sections: New values by section: a mapping updates a section, anything else replaces it.
+    """
     values = config.model_dump()
     for name, update in sections.items():
         both = isinstance(update, Mapping) and isinstance(values[name], Mapping)

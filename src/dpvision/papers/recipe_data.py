@@ -48,7 +48,7 @@ WINDOW: Final = (-150.0, 200.0)
 
 
 def whole_set(**settings: Any) -> DataConfig:
-    """Axial slices of the volumes at 256 pixels; liver and tumour are one class."""
+    """Return the data section of the whole liver set: axial slices at 256 pixels; liver and tumour are one class."""
     return DataConfig(
         source=f"{FOLDER}/imagesTr",
         masks=f"{FOLDER}/labelsTr",
@@ -61,12 +61,22 @@ def whole_set(**settings: Any) -> DataConfig:
 
 
 def small_set(**settings: Any) -> DataConfig:
-    """Slices that show liver, of 33 patients, split once and for all. Its test part is public, pictures and all."""
+    """Return the data section of the small liver set: 33 patients in a fixed split; its test part is public."""
     return DataConfig(source=SMALL, test=SMALL, unit_column="volume", channels=1, **{"image_size": 32, **settings})
 
 
 def make_split(*, data_dir: Path | None = None) -> Path:
-    """Write the small set with its two splits below the datasets, unless it is there, and return its place."""
+    """Write the small liver set with its two splits into the dataset cache, unless it exists.
+
+    Args:
+        data_dir: Where to look for the original file besides the cache.
+
+    Returns:
+        Path of the .npz file.
+
+    Raises:
+        ArgumentError: The original file is not available.
+    """
     path = cache_folder() / "subsets" / SMALL
     if path.exists():
         return path
@@ -95,24 +105,24 @@ def write_npz(path: Path, arrays: Mapping[str, Any], *, compressed: bool = False
     return path
 
 
-_SEED: Final = 2019  # whoever draws again gets the same classes
+_SEED: Final = 2019  # every machine draws the same classes
 
 
 @final
 @dataclass(frozen=True)
 class Subset:
-    """So many random classes of CIFAR-100, merged evenly into ``labels`` ones."""
+    """A number of random classes of CIFAR-100, merged evenly into ``labels`` classes."""
 
     classes: int
     labels: int
 
     @property
     def num_rows(self) -> int:
-        """Training pictures: 500 a class."""
+        """Number of training images: 500 per class."""
         return 500 * self.classes
 
     def chosen(self) -> list[int]:
-        """The classes, in the order in which they were drawn. The choice is public."""
+        """Return the classes in the order in which they were drawn. The choice is public."""
         return random.Random(_SEED).sample(range(100), self.classes)  # noqa: S311
 
 
@@ -120,17 +130,25 @@ SUBSETS: Final = {"min10": Subset(10, 10), "half50": Subset(50, 10)}
 
 
 def subset_source(kind: str) -> str:
-    """The name under which recipes refer to it; ``make_subset`` gives it a place."""
+    """Return the source name of a subset in configurations; ``make_subset`` writes its file."""
     return f"cifar100-{kind}.npz"
 
 
 def subset_sources() -> dict[str, Subset]:
-    """Every such name."""
+    """Return the subsets by source name."""
     return {subset_source(kind): subset for kind, subset in SUBSETS.items()}
 
 
 def make_subset(source: str, *, data_dir: Path | None = None) -> Path:
-    """Write that part of CIFAR-100 below the datasets, unless it is there, and return its place."""
+    """Write a subset of CIFAR-100 into the dataset cache, unless it exists.
+
+    Args:
+        source: Name from ``subset_source``.
+        data_dir: Where to look for CIFAR-100 besides the cache.
+
+    Returns:
+        Path of the .npz file.
+    """
     subset = subset_sources()[source]
     path = cache_folder() / "subsets" / source
     if path.exists():
@@ -255,7 +273,7 @@ ALL: Final = (MNIST, FASHION, CIFAR10, CIFAR100, IMAGENETTE, TINY, IMAGENET, PLA
 
 
 def dataset_of(config: RunConfig) -> Dataset | None:
-    """The dataset that a recipe's configuration names."""
+    """Return the dataset that a configuration names, or None."""
     found = (each for each in ALL if config.data.source in (each.source, each.small))
     return next(found, None)
 
@@ -263,10 +281,20 @@ def dataset_of(config: RunConfig) -> Dataset | None:
 def reduced(
     config: RunConfig, *, batch: float, steps: int, image_size: int | None = None, small: Dataset | None = None
 ) -> RunConfig:
-    """A configuration for two cores: smaller pictures, fewer steps of another size, and ``small``'s part of the data.
+    """Reduce a configuration for two cores.
 
-    A stepwise schedule keeps its number of drops; the curve gets at most two points,
-    for a look at all test pictures costs as much as several steps.
+    A stepwise schedule keeps its number of drops. The test set is evaluated at most twice, because one evaluation costs
+    as much as several steps.
+
+    Args:
+        config: The configuration at the paper's scale.
+        batch: New expected batch size.
+        steps: New number of steps.
+        image_size: New side of the images, in pixels.
+        small: A dataset whose small public part replaces the data.
+
+    Returns:
+        The reduced configuration, named ``…-cpu``.
     """
     data: dict[str, Any] = {} if image_size is None else {"image_size": image_size}
     privacy: dict[str, Any] = {"expected_batch_size": batch, "steps": steps}
@@ -292,7 +320,7 @@ def reduced(
 
 
 def _fitted(model: ModelConfig | None, image_size: int | None) -> ModelConfig | None:
-    """The model told of the pictures' new size, where it was told the old one."""
+    """Set the new size of the images in the model's options, where the old one is set."""
     if model is None or image_size is None or "image_size" not in model.options:
         return model
     return model.model_copy(update={"options": {**model.options, "image_size": image_size}})

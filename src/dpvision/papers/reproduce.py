@@ -1,6 +1,7 @@
-"""What the runs of a table show: the figures of finished ones, statistics over repeats, and what came to nothing.
+"""Run the rows of a table, one after the other, and write the results beside the paper's.
 
-Runs the rows of a table, one after the other, in a folder from which it can go on.
+Everything is in one folder: ``runs/RECIPE/REPEAT`` and ``table.json``, ``table.md``, ``table.svg``. An interrupted job
+continues where it stopped. Every run is a release of its own; ``table_cost`` composes what all of them spend.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from dpvision.training import RunCallback, resume_training, train
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Figures:
-    """One finished run, read from its release. ``accuracy`` is in percent; for masks it is the Dice of a picture."""
+class RunResult:
+    """One finished run, read from its release. ``accuracy`` is in percent; for masks it is the mean Dice."""
 
     repeat: int
     run: str
@@ -41,7 +42,7 @@ class Figures:
 
     @property
     def epsilon(self) -> float | None:
-        """What this run alone guarantees; None without privacy."""
+        """Epsilon of this run alone; None without privacy."""
         return self.certificate["epsilon"]
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,55 +63,55 @@ class Figures:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A run that did not come to its end. ``reason`` may depend on private data: only ``kind`` is written down."""
+    """A run that failed. ``reason`` may depend on private data, so only ``kind`` is written to files."""
 
     repeat: int
     kind: str
     reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        """What may be told of it."""
+        """Plain values without the reason, for JSON."""
         return {"repeat": self.repeat, "kind": self.kind}
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class RowResult:
-    """A row with what its runs showed; ``bills`` are those of all runs of its recipe that lie in the folder."""
+    """The results of a row; ``bills`` are the costs of all runs of its recipe in the folder."""
 
     row: Row
-    runs: tuple[Figures, ...] = ()
+    runs: tuple[RunResult, ...] = ()
     failures: tuple[Failure, ...] = ()
     bills: tuple[Bill, ...] = ()
 
     @property
     def accuracies(self) -> list[float]:
-        """In percent, in the order of the repeats."""
+        """Accuracies in percent, in the order of the repeats."""
         return [run.accuracy for run in self.runs]
 
     @property
     def median(self) -> float | None:
-        """The middle one."""
+        """Median accuracy in percent; None without runs."""
         return statistics.median(self.accuracies) if self.runs else None
 
     @property
     def mean(self) -> float | None:
-        """The mean."""
+        """Mean accuracy in percent; None without runs."""
         return statistics.fmean(self.accuracies) if self.runs else None
 
     @property
     def std(self) -> float | None:
-        """The standard deviation of the sample; one run has none."""
+        """Standard deviation of the sample; None with fewer than two runs."""
         return statistics.stdev(self.accuracies) if len(self.runs) > 1 else None
 
     @property
     def best(self) -> float | None:
-        """The largest: a look at the test set chose it."""
+        """Largest accuracy in percent: chosen on the test set, so it is biased."""
         return max(self.accuracies, default=None)
 
     @property
     def epsilon(self) -> float | None:
-        """What the costliest of the runs guarantees by itself."""
+        """Largest epsilon of the single runs; None without privacy."""
         return max((run.epsilon for run in self.runs if run.epsilon is not None), default=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,12 +136,12 @@ class RowResult:
 
 
 def is_begun(run: Path) -> bool:
-    """Whether there is something of a run in that folder."""
+    """Return whether the folder holds anything of a run."""
     return run.is_dir() and any(run.iterdir())
 
 
 def is_finished(run: Path) -> bool:
-    """Whether the run in that folder was released after the last step of its plan."""
+    """Return whether the run in that folder was released after the last planned step."""
     folder = RunFolder.open(run)
     if not (folder.release / CERTIFICATE).exists():
         return False
@@ -149,8 +150,20 @@ def is_finished(run: Path) -> bool:
     return bool(curve) and curve[-1].get("step") == config.privacy.steps
 
 
-def read_figures(run: Path, *, repeat: int) -> Figures:
-    """The figures of a finished run. A release that does not verify is refused."""
+def read_result(run: Path, *, repeat: int) -> RunResult:
+    """Read the result of a finished run from its release.
+
+    Args:
+        run: The run's folder.
+        repeat: Number of the repeat, from 1.
+
+    Returns:
+        Accuracy and certificate.
+
+    Raises:
+        TamperError: The release does not verify.
+        DPVisionError: The release states no accuracy and no Dice.
+    """
     found = verify(run)
     if not found.ok:
         raise TamperError(f"{run} is not in order: {found.problems[0]}")
@@ -160,7 +173,7 @@ def read_figures(run: Path, *, repeat: int) -> Figures:
     if not isinstance(figure, float):
         raise DPVisionError(f"{run} has no accuracy and no Dice in its {METRICS}.")
     top5 = final_metrics.get("top5")
-    return Figures(
+    return RunResult(
         repeat=repeat,
         run=str(run),
         accuracy=100 * figure,
@@ -173,11 +186,6 @@ def _read(path: Path) -> dict[str, Any]:
     return parse_object(read_file(path), name=str(path))
 
 
-def json_text(values: dict[str, Any]) -> str:
-    """Readable JSON."""
-    return json.dumps(values, indent=2, allow_nan=False) + "\n"
-
-
 SCALES: Final = ("paper", "cpu", "quick")
 JSON, PAGE, CHART = "table.json", "table.md", "table.svg"
 
@@ -185,7 +193,19 @@ JSON, PAGE, CHART = "table.json", "table.md", "table.svg"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be run. ``rows`` are names or patterns; none means all."""
+    """What to run.
+
+    Args:
+        table: The table.
+        folder: Where runs and results are written.
+        scale: ``paper``, ``cpu`` (reduced versions) or ``quick`` (smoke test on synthetic images).
+        repeats: Runs per row, at least 1.
+        rows: Names or patterns of rows; empty means all.
+        device: ``cpu`` or ``cuda``.
+
+    Raises:
+        ArgumentError: A value is out of range.
+    """
 
     table: Table
     folder: Path
@@ -201,17 +221,17 @@ class Job:
         problems.raise_if_any()
 
     def run_folder(self, recipe: Recipe, repeat: int) -> Path:
-        """Where a run of that recipe lives."""
+        """Return the folder of a run of that recipe."""
         return self.folder / "runs" / recipe.name / str(repeat)
 
     def asked(self, recipe: Recipe) -> RunConfig:
-        """The recipe at this scale, as it is written down: without a place on this machine."""
+        """Return the configuration at this scale without paths of this machine, as it is recorded."""
         if self.scale == "quick":
             return changed(recipe.config, name=f"{recipe.name}-quick")
         return recipe.at(self.scale)
 
     def config(self, recipe: Recipe) -> RunConfig:
-        """The recipe at this scale, its data in place."""
+        """Return the configuration at this scale with the paths of its data."""
         if self.scale == "quick":
             return quick_config(recipe.config, self.folder.resolve() / "made-up")
         return place_data(self.asked(recipe))
@@ -220,14 +240,14 @@ class Job:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What came of a job, and the files that tell it.
+    """The results of a job, and the files that state them.
 
-    ``sources`` are runs that gave first weights to others; ``bills`` are those of all runs in the folder.
+    ``sources`` are runs that gave initial weights to others; ``bills`` are the costs of all runs in the folder.
     """
 
     job: Job
     results: tuple[RowResult, ...]
-    sources: tuple[Figures, ...] = ()
+    sources: tuple[RunResult, ...] = ()
     bills: tuple[Bill, ...] = ()
     interrupted: bool
     written: tuple[Path, ...] = ()
@@ -255,15 +275,15 @@ class Report:
 
 @dataclass
 class _Progress:
-    """What is known so far."""
+    """Results so far, by row."""
 
-    runs: dict[str, list[Figures]] = field(default_factory=dict)
+    runs: dict[str, list[RunResult]] = field(default_factory=dict)
     failures: dict[str, list[Failure]] = field(default_factory=dict)
-    sources: dict[str, Figures] = field(default_factory=dict)
+    sources: dict[str, RunResult] = field(default_factory=dict)
 
 
 class _Stopped(Exception):
-    """Somebody asked a run to stop."""
+    """A run was asked to stop."""
 
 
 class Unfinished(DPVisionError):
@@ -271,11 +291,21 @@ class Unfinished(DPVisionError):
 
 
 def reproduce(job: Job, *, callback: RunCallback | None = None) -> Report:
-    """Run what is not run yet, and write the table.
+    """Run what has not been run yet, and write the table.
 
-    Finished runs are read from their certificates, begun ones go on. A run that fails is written down and does not stop
-    the others; why it failed is said to ``callback`` alone. The files are written anew after every run, so that an
-    interruption costs nothing.
+    Finished runs are read from their releases, started ones are resumed. A run that fails is recorded and does not stop
+    the others; its reason goes to ``callback`` only. The files are written after every run, so an interruption loses
+    nothing.
+
+    Args:
+        job: What to run.
+        callback: Receives progress and messages.
+
+    Returns:
+        The results, and whether the job was interrupted.
+
+    Raises:
+        ArgumentError: The folder holds runs of another configuration of a row, or a row does not exist.
     """
     callback = callback or RunCallback()
     rows = job.table.choose(job.rows)
@@ -294,7 +324,7 @@ def reproduce(job: Job, *, callback: RunCallback | None = None) -> Report:
 
 
 def _require_same(job: Job, recipe: Recipe) -> None:
-    """Refuse a folder in which this row was run with another configuration."""
+    """Refuse a folder in which this recipe was run with another configuration."""
     path = job.folder / "runs" / recipe.name / "recipe.json"
     if path.exists() and read_file(path) != _asked_text(job, recipe).encode():
         raise ArgumentError(
@@ -311,14 +341,14 @@ def _asked_text(job: Job, recipe: Recipe) -> str:
 
 
 def _run_row(job: Job, row: Row, repeat: int, progress: _Progress, callback: RunCallback) -> None:
-    """One run of a row, or a note why there is none."""
+    """Run a row once and record its result, or why there is none."""
     started = time.monotonic()
     try:
         if row.recipe.after is not None and row.recipe.after not in progress.sources:
             source = find_recipe(row.recipe.after)
             _require_same(job, source)
-            progress.sources[source.name] = _figures_of(job, source, 1, callback)
-        figures = _figures_of(job, row.recipe, repeat, callback)
+            progress.sources[source.name] = _result_of(job, source, 1, callback)
+        figures = _result_of(job, row.recipe, repeat, callback)
     except (DPVisionError, RuntimeError, MemoryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         failure = Failure(repeat=repeat, kind=type(error).__name__, reason=reason)
@@ -330,7 +360,7 @@ def _run_row(job: Job, row: Row, repeat: int, progress: _Progress, callback: Run
     callback.message(f"{row.label}, run {repeat}: {figures.accuracy:.2f} % ({seconds:.0f} s)")
 
 
-def _figures_of(job: Job, recipe: Recipe, repeat: int, callback: RunCallback) -> Figures:
+def _result_of(job: Job, recipe: Recipe, repeat: int, callback: RunCallback) -> RunResult:
     run = job.run_folder(recipe, repeat)
     if is_begun(run):
         _finish(run, lambda: resume_training(run, device=job.device, callback=callback))
@@ -343,7 +373,7 @@ def _figures_of(job: Job, recipe: Recipe, repeat: int, callback: RunCallback) ->
         # A smoke test must never pass for a release: a seed set by hand stamps it.
         seed = repeat if job.scale == "quick" else None
         _finish(run, lambda: train(config, run=run, seed=seed, device=job.device, callback=callback))
-    return read_figures(run, repeat=repeat)
+    return read_result(run, repeat=repeat)
 
 
 def _note_asked(job: Job, recipe: Recipe) -> None:
@@ -353,7 +383,7 @@ def _note_asked(job: Job, recipe: Recipe) -> None:
 
 
 def _finish(run: Path, go: Callable[[], Any]) -> None:
-    """Bring the run to its end, unless it is there."""
+    """Run to the last planned step, unless that was done before."""
     if is_begun(run) and is_finished(run):
         return
     outcome = go().outcome
@@ -383,7 +413,8 @@ def _report(job: Job, rows: tuple[Row, ...], progress: _Progress, *, interrupted
 
 def _write(report: Report, *, picture: bool) -> Report:
     values = report.to_dict()
-    contents = {JSON: json_text(values).encode(), PAGE: markdown(values).encode()}
+    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+    contents = {JSON: text.encode(), PAGE: markdown(values).encode()}
     if picture:
         contents[CHART] = draw_table(values)
     folder = report.job.folder

@@ -1,4 +1,7 @@
-"""What the ledgers in a folder of runs cost together: finished, failed, stopped and earlier runs alike."""
+"""The privacy cost of all runs in a folder together: finished, failed, stopped and earlier runs alike.
+
+Costs are read from the ledgers and composed by PLD, dataset by dataset. A run whose cost cannot be read voids the sum.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ UNREADABLE = "what it spent can't be read from its ledger and configuration"
 class Bill:
     """What one run has spent, by its ledger.
 
-    ``source`` names the pictures, and is None where that can't be known. ``voids`` are the reasons why the charges
-    prove nothing.
+    ``source`` names the dataset, or None where that cannot be known. ``voids`` are the reasons why the charges prove
+    nothing.
     """
 
     run: str
@@ -42,16 +45,22 @@ class Bill:
 
     @property
     def recipe(self) -> str:
-        """Whose run it is."""
+        """Name of the recipe."""
         return self.run.split("/")[0]
 
 
 def read_bills(folder: Path, *, smoke_test: bool = False) -> tuple[Bill, ...]:
-    """The bill of every run below ``folder``/runs that has spent anything, whoever asked for it and however it ended.
+    """Read the cost of every run below ``folder``/runs that has spent anything, however it ended.
 
-    Seeds set by hand void, except in a ``smoke_test``, whose pictures are made up and which says that it means nothing.
+    Args:
+        folder: Folder of a job.
+        smoke_test: Whether the runs are smoke tests on synthetic images; then seeds set by hand do not void.
 
-    Guarantee: a run that spent something is among them; if what it spent can't be told, it voids.
+    Returns:
+        One entry per run, in the order of their paths.
+
+    Guarantee:
+        Every run that spent something is included; one whose cost cannot be read is void.
     """
     passed = HAND_SEEDED_STAMPS if smoke_test else frozenset[str]()
     runs = folder / "runs"
@@ -61,7 +70,7 @@ def read_bills(folder: Path, *, smoke_test: bool = False) -> tuple[Bill, ...]:
 
 
 def _read_bill(run: Path, name: str, passed: frozenset[str]) -> Bill | None:
-    """``passed`` are stamps that do not void."""
+    """Read one run; None if it spent nothing. ``passed`` are stamps that do not void."""
     folder = RunFolder.open(run)
     try:
         marks = folder.known_marks()
@@ -89,7 +98,7 @@ def _read_bill(run: Path, name: str, passed: frozenset[str]) -> Bill | None:
 
 
 def _stamps(folder: RunFolder, entries: tuple[Entry, ...], config: RunConfig) -> tuple[str, ...]:
-    """Reasons against a release: those that the ledger shows, and those of the certificate, if it came to one."""
+    """Return the reasons against a release: those in the ledger, and those of the certificate if there is one."""
     private = entries[0].payload["delta"] is not None
     found = stamps_of(entries, config.mechanism if private else None)
     path = folder.release / CERTIFICATE
@@ -99,15 +108,22 @@ def _stamps(folder: RunFolder, entries: tuple[Entry, ...], config: RunConfig) ->
 
 
 def _pictures_of(config: RunConfig) -> str:
-    """A name for whose pictures were seen; parts of CIFAR-100 are CIFAR-100."""
+    """Return the name of the dataset; parts of CIFAR-100 are CIFAR-100."""
     source = Path(config.data.source).name
     return "cifar100" if source in subset_sources() else source
 
 
 def composed(bills: Sequence[Bill]) -> dict[str, Any]:
-    """What these runs, one at least, guarantee if all of them are released; ``void`` says why they don't.
+    """Compose the costs of runs that are released together.
 
-    Guarantee: an upper bound by PLD on all charges together, at the largest of the deltas. None with ``void``.
+    Args:
+        bills: Costs of at least one run.
+
+    Returns:
+        Number of runs, epsilon, delta, adjacency, and ``void``: why there is no epsilon, or None.
+
+    Guarantee:
+        Epsilon is an upper bound by PLD on all charges together, at the largest of the deltas.
     """
     void = _void(bills)
     deltas = [bill.delta for bill in bills if bill.delta is not None]
@@ -122,7 +138,7 @@ def composed(bills: Sequence[Bill]) -> dict[str, Any]:
 
 
 def _void(bills: Sequence[Bill]) -> str | None:
-    """Why there is no epsilon for all of them together; no privacy is named first."""
+    """Return why there is no epsilon for all of them together; runs without privacy are named first."""
     found = sorted(((bill, why) for bill in bills for why in bill.voids), key=lambda pair: pair[1] != NO_PRIVACY)
     if found:
         bill, why = found[0]
@@ -135,7 +151,7 @@ def _void(bills: Sequence[Bill]) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _epsilon(charges: tuple[tuple[Event, int], ...], delta: float, adjacency: Adjacency) -> float | None:
-    """Kept, because a table is written anew after every run; None where rounding does not let one be proved."""
+    """Compute epsilon, cached because a table is written after every run; None where none can be proved."""
     try:
         epsilon = guarantee(charges, delta=delta, adjacency=adjacency).epsilon
     except ArgumentError:
@@ -144,9 +160,9 @@ def _epsilon(charges: tuple[tuple[Event, int], ...], delta: float, adjacency: Ad
 
 
 def released_together(bills: Sequence[Bill]) -> dict[str, Any]:
-    """The same for all runs of a folder, dataset by dataset, and how many of them have no privacy at all.
+    """Compose all runs of a folder, dataset by dataset, and count those without privacy.
 
-    A run whose data can't be known may have seen any of them, so it voids all.
+    A run whose data is unknown may have used any dataset, so it voids all of them.
     """
     by_source: dict[str, list[Bill]] = {}
     for bill in bills:

@@ -1,12 +1,12 @@
-"""The table as a picture: the paper's figure and ours with its spread, row by row.
+"""A reproduced table as a chart and as Markdown: the paper's accuracy beside ours, row by row.
 
-The table as Markdown: the paper's figures beside ours.
+``svg_chart`` and ``markdown_table`` are also used by the benchmarks.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import matplotlib
@@ -24,19 +24,46 @@ _OURS, _PAPER = "#1c5d99", "#c4561a"
 _APART: Final = 0.16
 
 
-def draw_table(values: Mapping[str, Any]) -> bytes:
-    """SVG. Dots are single runs, the bar is mean ± one standard deviation of the sample."""
-    rows = values["rows"]
-    # Text stays text, and the same figures give the same bytes.
+def svg_chart(draw: Callable[[Figure, Axes], None], *, width: float, height: float) -> bytes:
+    """Draw a chart as SVG in which text stays text, and equal values give equal bytes.
+
+    Args:
+        draw: Draws into the figure and its only axes.
+        width: Inches.
+        height: Inches.
+
+    Returns:
+        The content of an .svg file.
+    """
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "dpvision", "font.size": 10}):
-        figure = Figure(figsize=(8.5, 1.4 + 0.36 * len(rows)), layout="constrained")
-        axes = figure.subplots()
-        _draw_paper(axes, rows)
-        _draw_ours(axes, rows)
-        _dress(axes, values)
+        figure = Figure(figsize=(width, height), layout="constrained")
+        draw(figure, figure.subplots())
         content = io.BytesIO()
         figure.savefig(content, format="svg", facecolor="white", metadata={"Date": None, "Creator": None})
     return content.getvalue()
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table, the first column aligned left and the others right."""
+    for line in (columns, ["---", *["--:"] * (len(columns) - 1)], *rows):
+        cells = (cell.replace("|", "\\|").replace("\n", " ") for cell in line)
+        yield f"| {' | '.join(cells)} |"
+
+
+def draw_table(values: Mapping[str, Any]) -> bytes:
+    """Draw a table as SVG: dots are single runs, the bar is mean ± one standard deviation of the sample.
+
+    Args:
+        values: ``Report.to_dict()``.
+    """
+    rows = values["rows"]
+
+    def draw(_: Figure, axes: Axes) -> None:
+        _draw_paper(axes, rows)
+        _draw_ours(axes, rows)
+        _dress(axes, values)
+
+    return svg_chart(draw, width=8.5, height=1.4 + 0.36 * len(rows))
 
 
 def _draw_paper(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -77,27 +104,32 @@ _NOTHING = "–"
 
 
 def markdown(values: Mapping[str, Any]) -> str:
-    """The page of a job, made of the figures that are also in its JSON."""
+    """Return the Markdown page of a job.
+
+    Args:
+        values: ``Report.to_dict()``, as in its JSON file.
+    """
     lines = [f"# {values['title']}", ""]
     if values["smoke_test"]:
         lines += [f"**{values['smoke_test'].capitalize()}.**", ""]
     if values["interrupted"]:
-        lines += ["Interrupted: the same command goes on.", ""]
+        lines += ["Interrupted: the same command continues.", ""]
     lines += [*table_lines(values["rows"]), "", *_notes(values), "", "![Paper and ours](table.svg)", ""]
     return "\n".join([*lines, "## Commands", "", "```", *_commands(values), "```", ""])
 
 
 def table_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The table itself."""
-    yield "| row | epsilon | paper, % | median | mean ± std | best | n | epsilon of all its runs by themselves |"
-    yield "| --- | --: | --: | --: | --: | --: | --: | --: |"
+    """Yield the lines of the table itself."""
+    columns = ("row", "epsilon", "paper, %", "median", "mean ± std", "best", "n")
+    cells_of = []
     for row in rows:
         if row["n"] == 0 and row["failed"]:
             cells = ["failed", _NOTHING, _NOTHING]
         else:
             cells = [_number(row["median"]), _mean(row), _number(row["best"])]
         first = [f"{row['label']}{_mark(row)}", _epsilon(row["epsilon"]), _number(row["paper"], digits=4)]
-        yield f"| {' | '.join([*first, *cells, str(row['n']), _together(row)])} |"
+        cells_of.append([*first, *cells, str(row["n"]), _together(row)])
+    yield from markdown_table((*columns, "epsilon of all its runs by themselves"), cells_of)
 
 
 def _mark(row: Mapping[str, Any]) -> str:
@@ -142,7 +174,7 @@ def _notes(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def release_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """What all runs that lie in the folder cost together."""
+    """Yield what all runs in the folder cost together."""
     yield "Every run is a release of its own, with an epsilon of its own. Released together, all runs in this folder"
     yield "compose, also those that failed, were stopped or are not in this table:"
     for each in values["together"]:
@@ -159,14 +191,14 @@ def _runs(count: int) -> str:
 
 
 def failure_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """The runs that failed. Why may depend on private data: it was said when they were run, and is not written."""
+    """Yield the runs that failed, without reasons: those may depend on private data and are not written."""
     for row in values["rows"]:
         for failure in row["failed"]:
             yield f"- failed: {row['label']}, run {failure['repeat']}: {failure['kind']}"
 
 
 def stamp_lines(values: Mapping[str, Any]) -> Iterator[str]:
-    """The rows that must not be released, and why."""
+    """Yield the rows that must not be released, and why."""
     for row in values["rows"]:
         for stamp in dict.fromkeys(stamp for run in row["runs"] for stamp in run["stamps"]):
             yield f"- not for release: {row['label']}: {stamp}"

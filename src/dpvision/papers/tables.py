@@ -24,14 +24,14 @@ from dpvision.papers.recipe import Recipe
 @final
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: words for it, and the name of its recipe, which is also the row's own."""
+    """One row of a table: its label, and the name of its recipe, which is also the row's name."""
 
     label: str
     name: str
 
     @property
     def recipe(self) -> Recipe:
-        """What is run."""
+        """The recipe that is run."""
         return find_recipe(self.name)
 
 
@@ -45,7 +45,14 @@ class Table:
     rows: tuple[Row, ...]
 
     def choose(self, patterns: Sequence[str]) -> tuple[Row, ...]:
-        """The rows with these names, or all of them without any; ``*`` stands for anything."""
+        """Return the rows that match.
+
+        Args:
+            patterns: Names of rows; ``*`` matches anything. Empty: all rows.
+
+        Raises:
+            ArgumentError: A pattern matches no row.
+        """
         if not patterns:
             return self.rows
         for pattern in patterns:
