@@ -110,7 +110,7 @@ def test_a_budget_that_is_never_spent_is_refused() -> None:
 
 
 def test_a_target_that_needs_no_noise_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="protects nobody"):
+    with pytest.raises(ArgumentError, match="has no value"):
         calibrate_noise_multiplier(num_units=1000, expected_batch_size=1, steps=1, target_epsilon=1.0, delta=0.5)
 
 

@@ -144,7 +144,7 @@ def test_the_mechanism_test_finds_nothing_in_correct_code() -> None:
         ("sensitivity × 10", "sensitivity, as configured"),
         ("q × 2", "sampling rate"),
         ("steps × 2", "charges"),
-        ("4 views clipped one by one", "sensitivity, four views of a picture"),
+        ("4 views clipped one by one", "sensitivity, four views of an image"),
     ],
 )
 def test_the_mechanism_test_names_what_is_broken(name: str, check: str) -> None:

@@ -133,7 +133,7 @@ def test_a_table_is_run_written_and_afterwards_read(tmp_path: Path, monkeypatch:
         raise AssertionError("a finished run is read, not run")
 
     monkeypatch.setattr(job, "train", never)
-    monkeypatch.setattr(job, "resume", never)
+    monkeypatch.setattr(job, "resume_training", never)
     assert reproduce(quick(tmp_path, repeats=2)).to_dict() == values
 
 

@@ -173,7 +173,7 @@ def calibrate_noise_multiplier(
     if noise <= SMALLEST_USEFUL_NOISE * 1.001:
         raise ArgumentError(
             f"target_epsilon {target_epsilon} at delta {delta} is met with next to no noise "
-            f"(noise_multiplier {noise:g}): such a guarantee protects nobody. Lower target_epsilon or delta."
+            f"(noise_multiplier {noise:g}): such a guarantee has no value. Lower target_epsilon or delta."
         )
     return noise
 

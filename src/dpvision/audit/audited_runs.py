@@ -185,8 +185,8 @@ def session_on(
     Yields:
         The session, stamped not for release.
     """
-    pictures = RunSplits(train, train, None, held_out=False)
-    learner = learner or whole_learner(config, pictures)
+    splits = RunSplits(train, train, None, held_out=False)
+    learner = learner or whole_learner(config, splits)
     with tempfile.TemporaryDirectory(prefix="dpvision-audit-", dir=parent) as place:
         folder = RunFolder.create(Path(place) / "run")
         with folder:
@@ -196,16 +196,16 @@ def session_on(
             ledger.note("declare", {"what": NOT_FOR_RELEASE, "how": AUDIT_STAMP})
             yield assemble(
                 config,
-                pictures,
+                splits,
                 place=Place(folder, ledger, keys, 0, "cpu"),
                 learner=learner,
-                normalisation=normalisation or constant_normalisation(config, pictures),
+                normalisation=normalisation or constant_normalisation(config, splits),
             )
 
 
-def whole_learner(config: RunConfig, pictures: RunSplits) -> Learner:
+def whole_learner(config: RunConfig, splits: RunSplits) -> Learner:
     """Make the configured model, all of it trained in one stage, on images instead of cached features."""
-    return make_learner(config.model_copy(update={"transfer": None, "cache_features": "off"}), pictures, "cpu")
+    return make_learner(config.model_copy(update={"transfer": None, "cache_features": "off"}), splits, "cpu")
 
 
 def one_stage(network: torch.nn.Module) -> Learner:

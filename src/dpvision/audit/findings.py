@@ -33,7 +33,7 @@ FORMAT: Final = 1
 Document = dict[str, Any]
 
 _MECHANISM_SHOWS = (
-    "The code that takes a step clips, draws, charges and adds noise as the certificate says, on made-up pictures, as "
+    "The code that takes a step clips, draws, charges and adds noise as the certificate says, on synthetic images, as "
     "far as these checks can see."
 )
 _MECHANISM_LIMITS = (
@@ -46,7 +46,7 @@ _CANARY_LIMITS = (
 )
 _MEMBERSHIP_LIMITS = (
     "Other attacks may do better, and whom they find can't be read off an average: a weak attack proves no privacy. "
-    "These figures are functions of private pictures, without noise: don't publish them."
+    "These values are functions of private images, without noise: don't publish them."
 )
 
 
@@ -132,7 +132,7 @@ def membership_document(audits: Iterable[MembershipAudit], certificate: Mapping[
         "most_true_positives": {
             str(at["false_positive_rate"]): _allowed(profile, at["false_positive_rate"]) for at in rows[0]["at_rates"]
         },
-        "shows": "How well these attacks tell pictures that were trained on from pictures that were not.",
+        "shows": "How well these attacks tell images that were trained on from images that were not.",
         "does_not_show": _MEMBERSHIP_LIMITS,
     }
 
@@ -170,7 +170,7 @@ def attach_audits(run: Path, documents: Iterable[Document]) -> Path:
     documents = list(documents)
     private = [document["kind"] for document in documents if "settings" not in document]
     if private:
-        raise ArgumentError(f"{', '.join(private)}: computed from private pictures, not for release.")
+        raise ArgumentError(f"{', '.join(private)}: computed from private images, not for release.")
     path = RunFolder.open(run).release / AUDIT_FILE
     known: list[Document] = parse_object(read_file(path), name=str(path))["audits"] if path.exists() else []
     kinds = {document["kind"] for document in documents}

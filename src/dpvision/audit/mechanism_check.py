@@ -120,7 +120,7 @@ def _sensitivity_checks(subject: Subject, keys: Keys, pairs: int) -> Iterator[Ch
     several = config.data.model_copy(update={"rows_per_unit": 2})
     variants = {
         "as configured": config,
-        "four views of a picture": config.model_copy(update={"views": ViewsConfig(count=4, flip=0.5, crop_padding=1)}),
+        "four views of an image": config.model_copy(update={"views": ViewsConfig(count=4, flip=0.5, crop_padding=1)}),
         "two of three rows of a unit": config.model_copy(update={"data": several}),
     }
     for name, variant in variants.items():

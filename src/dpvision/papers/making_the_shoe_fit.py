@@ -29,7 +29,7 @@ FACTORS: Final = (0.3, 1.0, 3.0)
 _MNIST: Final = {"tanh": (98.1, "98.28 ± 0.17 % (n = 4)"), "relu": (96.6, "97.41 ± 0.06 % (n = 3)")}
 _FASHION: Final = {"tanh": (86.1, "86.65 ± 0.12 % (n = 3)"), "relu": (81.9, NOT_RUN)}
 _ALL_OF_IT: Final = "nothing: the whole setting takes minutes on two cores"
-_BUDGET: Final = "noise is calibrated by PLD over 60,000 pictures; the source's figure follows from 1.1, RDP and 50,000"
+_BUDGET: Final = "noise is calibrated by PLD over 60,000 images; the source's epsilon follows from 1.1, RDP and 50,000"
 
 
 def shoefit_recipes() -> Iterator[Recipe]:
@@ -142,7 +142,7 @@ def _table5(row: tuple[Any, int, int], *, private: bool = True, factor: float = 
         source=SOURCE,
         summary=f"fashion, CNN, {words}{'' if private else ', no privacy'}",
         accuracy=accuracy if factor == 1 else None,
-        figure="" if factor == 1 else "Figure 5's values are not at hand",
+        figure="" if factor == 1 else "Figure 5's values are not available",
         differs=(_BUDGET, "clip norm 1, as in the source's other experiments") if private else (),
         cpu=whole(config),
         reduction=_ALL_OF_IT,
@@ -213,7 +213,7 @@ def _pretraining(kind: str) -> Recipe:
         source=SOURCE,
         summary=f"pre-training on {words}, no privacy",
         accuracy=accuracy,
-        figure="on the source's own test pictures",
+        figure="on the source's own test images",
         differs=(_UNKNOWN, _PUBLIC),
         cpu=changed(
             reduced(config, batch=256, steps=round(16 * units / 256)),
@@ -294,7 +294,7 @@ def _mean_var() -> Iterator[Recipe]:
             "noise 0.5, Mean-Var initialisation (Figure 4)",
             44.0,
             "the best of 10 draws: 7 points above He's",
-            ("the moments come from the same pictures, without privacy",),
+            ("the moments come from the same images, without privacy",),
         ),
     )
     for config, words, accuracy, figure, differs in rows:

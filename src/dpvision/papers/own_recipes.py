@@ -322,7 +322,7 @@ def _small_cnn(
         source=source,
         summary=summary,
         accuracy=accuracy,
-        figure="" if accuracy else "not at hand",
+        figure="" if accuracy else "not available",
         differs=(_PLD, *differs),
         cpu=cpu,
         reduction=reduction,

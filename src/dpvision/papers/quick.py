@@ -19,12 +19,12 @@ from dpvision.papers.recipe import changed
 from dpvision.papers.recipe_data import dataset_of, write_npz
 from dpvision.storage.files import disk_errors, write_atomically
 
-MEANS_NOTHING: Final = "smoke test on made-up pictures: its figures mean nothing"
+MEANS_NOTHING: Final = "smoke test on synthetic images: its results mean nothing"
 _UNITS, _TEST, _BATCH, _STEPS = 24, 12, 4, 2
 _NOISE: Final = 1.0
 _CLASSES: Final = 10
 _SIDE: Final = 32
-# These take more than seconds at 32 pixels, and any size of picture.
+# These take more than seconds at 32 pixels, and any size of image.
 _HUGE: Final = frozenset(
     {"smoothnet", "wrn28_10", "wrn40_4", "nf_resnet50", "nf_resnet200", "nfnet_f0", "nfnet_f3"}
     | {"unet9", "scaleunet9", "linknet9", "scalelinknet9"}
@@ -48,7 +48,7 @@ def quick_config(config: RunConfig, folder: Path) -> RunConfig:
     channels, side = _shape(config)
     size: dict[str, Any] = {"image_size": None, "channels": None}
     normalisation = config.data.normalisation
-    data = {"source": str(_pictures(folder, channels, side)), "test": None, "data_dir": None, **size}
+    data = {"source": str(_images(folder, channels, side)), "test": None, "data_dir": None, **size}
     if config.task == "segmentation":
         alone = config.data.units == "rows"
         of_masks = {"masks": None, "window": None, "unit_column": "patient", "units": "rows" if alone else "owners"}
@@ -96,7 +96,7 @@ def _fitted(model: ModelConfig | None, side: int) -> ModelConfig | None:
     return model.model_copy(update={"options": options})
 
 
-def _pictures(folder: Path, channels: int, side: int) -> Path:
+def _images(folder: Path, channels: int, side: int) -> Path:
     """Write an .npz file of noise with a stripe whose position is the class; always the same."""
     path = folder / f"made-up-{channels}x{side}x{side}.npz"
     if path.exists():

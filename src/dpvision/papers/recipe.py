@@ -58,7 +58,7 @@ class Recipe:
     def paper(self) -> str:
         """The source's result in one line."""
         if self.accuracy is None:
-            return self.figure or "no figure"
+            return self.figure or "no result"
         epsilon = self.config.privacy.target_epsilon
         where = "without privacy" if not self.config.privacy.enabled else f"at epsilon {epsilon:g}" if epsilon else ""
         return f"{self.accuracy:g} % {where}{f' ({self.figure})' if self.figure else ''}".replace("  ", " ")

@@ -266,7 +266,7 @@ TINY: Final = _in_folder(
 )
 IMAGENET: Final = _in_folder(
     _known("imagenet", "imagenet", 1_271_167, 224, 3, 1_000),
-    note=" (ILSVRC2012; the source keeps 10,000 training pictures aside)",
+    note=" (ILSVRC2012; the source keeps 10,000 training images aside)",
 )
 PLACES: Final = _in_folder(_known("places365", "places365", 1_803_460, 224, 3, 365))
 ALL: Final = (MNIST, FASHION, CIFAR10, CIFAR100, IMAGENETTE, TINY, IMAGENET, PLACES)

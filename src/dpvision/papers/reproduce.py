@@ -169,14 +169,14 @@ def read_result(run: Path, *, repeat: int) -> RunResult:
         raise TamperError(f"{run} is not in order: {found.problems[0]}")
     release = RunFolder.open(run).release
     final_metrics = _read(release / METRICS).get("final", {})
-    figure = final_metrics.get("dice", final_metrics.get("accuracy"))
-    if not isinstance(figure, float):
+    share = final_metrics.get("dice", final_metrics.get("accuracy"))
+    if not isinstance(share, float):
         raise DPVisionError(f"{run} has no accuracy and no Dice in its {METRICS}.")
     top5 = final_metrics.get("top5")
     return RunResult(
         repeat=repeat,
         run=str(run),
-        accuracy=100 * figure,
+        accuracy=100 * share,
         top5=None if top5 is None else 100 * top5,
         certificate=_read(release / CERTIFICATE),
     )
@@ -317,10 +317,10 @@ def reproduce(job: Job, *, callback: RunCallback | None = None) -> Report:
         for repeat in range(1, job.repeats + 1):
             for row in rows:
                 _run_row(job, row, repeat, progress, callback)
-                _write(_report(job, rows, progress, interrupted=False), picture=False)
+                _write(_report(job, rows, progress, interrupted=False), chart=False)
     except (_Stopped, KeyboardInterrupt):
         interrupted = True
-    return _write(_report(job, rows, progress, interrupted=interrupted), picture=True)
+    return _write(_report(job, rows, progress, interrupted=interrupted), chart=True)
 
 
 def _require_same(job: Job, recipe: Recipe) -> None:
@@ -348,16 +348,16 @@ def _run_row(job: Job, row: Row, repeat: int, progress: _Progress, callback: Run
             source = find_recipe(row.recipe.after)
             _require_same(job, source)
             progress.sources[source.name] = _result_of(job, source, 1, callback)
-        figures = _result_of(job, row.recipe, repeat, callback)
+        result = _result_of(job, row.recipe, repeat, callback)
     except (DPVisionError, RuntimeError, MemoryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         failure = Failure(repeat=repeat, kind=type(error).__name__, reason=reason)
         progress.failures.setdefault(row.name, []).append(failure)
         callback.message(f"{row.label}, run {repeat}: failed: {reason}")
         return
-    progress.runs.setdefault(row.name, []).append(figures)
+    progress.runs.setdefault(row.name, []).append(result)
     seconds = time.monotonic() - started
-    callback.message(f"{row.label}, run {repeat}: {figures.accuracy:.2f} % ({seconds:.0f} s)")
+    callback.message(f"{row.label}, run {repeat}: {result.accuracy:.2f} % ({seconds:.0f} s)")
 
 
 def _result_of(job: Job, recipe: Recipe, repeat: int, callback: RunCallback) -> RunResult:
@@ -392,7 +392,7 @@ def _finish(run: Path, go: Callable[[], Any]) -> None:
     if outcome != "finished":
         raise Unfinished(
             f"{run} spent its budget before the last step of its plan: it forked, and repeated steps were charged. "
-            "It gives no figure; more --repeats give another run."
+            "It gives no result; more --repeats give another run."
         )
 
 
@@ -411,11 +411,11 @@ def _report(job: Job, rows: tuple[Row, ...], progress: _Progress, *, interrupted
     return Report(job=job, results=results, sources=sources, bills=bills, interrupted=interrupted)
 
 
-def _write(report: Report, *, picture: bool) -> Report:
+def _write(report: Report, *, chart: bool) -> Report:
     values = report.to_dict()
     text = json.dumps(values, indent=2, allow_nan=False) + "\n"
     contents = {JSON: text.encode(), PAGE: markdown(values).encode()}
-    if picture:
+    if chart:
         contents[CHART] = draw_table(values)
     folder = report.job.folder
     with disk_errors(f"write the table into {folder}"):

@@ -34,9 +34,9 @@ _DIFFERS: Final = (
     "the source samples at 1 / len(loader), 0.0204 on CIFAR-10; we at 1024 / num_units, 0.0205",
     "the plateau schedule looks at the test set, which is declared public",
 )
-_CONSTANTS: Final = "pictures are normalised by 0.5 and 0.5 (no data chose them), not by ImageNet's constants"
-_LARGE_DELTA: Final = "delta 1e-5 is the source's, but with 100,000 pictures it should be smaller"
-_CROP: Final = "pictures are resized by their shorter side and cropped square; the source squeezes them"
+_CONSTANTS: Final = "images are normalised by 0.5 and 0.5 (no data chose them), not by ImageNet's constants"
+_LARGE_DELTA: Final = "delta 1e-5 is the source's, but with 100,000 images it should be smaller"
+_CROP: Final = "images are resized by their shorter side and cropped square; the source squeezes them"
 
 
 @final
@@ -93,7 +93,7 @@ class Setting:
         )
 
     def recipe(self, accuracy: float | None, figure: str = _MEDIAN) -> Recipe:
-        """The recipe with the paper's figure."""
+        """Return the recipe with the paper's accuracy."""
         config = self.config()
         extra = (_CONSTANTS, _CROP) if self.dataset.in_folder else ()
         extra += (_LARGE_DELTA,) if self.dataset is TINY else ()
@@ -122,10 +122,10 @@ class Setting:
 
 _TINY_VIEWS: Final = ViewsConfig(count=1, crop_padding=4, padding="zeros", flip=0.25, rotation=15.0, erasing=0.25)
 _REDUCTION: Final = {
-    IMAGENETTE: "1,500 pictures of the 10 classes at 32 px, batch 256, 10 passes",
+    IMAGENETTE: "1,500 images of the 10 classes at 32 px, batch 256, 10 passes",
     TINY: "20 of the 200 classes at 32 px, batch 512, 3 passes",
 }
-_SMALL_REDUCTION: Final = "16 px, one pass instead of 50, so many steps of the same batch"
+_SMALL_REDUCTION: Final = "16 px, one pass instead of 50, with the same batch size"
 
 
 def scalenorm_recipes() -> Iterator[Recipe]:
@@ -140,7 +140,7 @@ def scalenorm_recipes() -> Iterator[Recipe]:
         for scale_norm in both:
             nine = Setting(dataset=CIFAR10, epsilon=7.5, scale_norm=scale_norm, groups=groups)
             best = FIGURES["cifar10"][7.5][scale_norm] if groups == 32 else None
-            yield nine.recipe(best, _MEDIAN if best else "only the best number of groups, 32, is at hand")
+            yield nine.recipe(best, _MEDIAN if best else "only the best number of groups, 32, is available")
             fifty = replace(nine, dataset=IMAGENETTE, depth=50)
             yield fifty.recipe(RESNET50_FIGURES[groups][scale_norm], "mean of 3, best epoch on test")
     for dataset, accuracy in ((CIFAR10, 69.78), (IMAGENETTE, 60.41)):

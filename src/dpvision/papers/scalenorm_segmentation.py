@@ -29,7 +29,7 @@ FIGURES: Final[dict[tuple[str, float, bool], tuple[float, float, float]]] = {
 BATCH, EPOCHS, CLIP_NORM = 32, 10, 1.5
 _FIGURE: Final = "Dice × 100: mean of 3, best epoch on the test part, over batches of 16 slices"
 _DIFFERS: Final = (
-    "the source's Dice loss is one number for the batch, so that clipping bounds nobody's influence and its epsilon is "
+    "the source's Dice loss is one number for the batch, so clipping bounds no unit's influence and its epsilon is "
     "not proved; ours is the mean over rows of each row's Dice",
     "the source's slices were cut and windowed by a script that is not published; ours are windowed to -150..200",
     "the source's test volumes have no public labels; ours holds out a fifth of the patients",
@@ -114,7 +114,7 @@ class Setting:
         )
 
     def recipe(self, dice: float | None, figure: str = _FIGURE) -> Recipe:
-        """The recipe with the thesis's figure."""
+        """Return the recipe with the thesis's Dice."""
         what = "with ScaleNorm" if self.scale_norm else "without ScaleNorm"
         unit = "patients as units" if self.patients else "slices as units"
         differs = (_HEAD, "the thesis has no run that protects patients") if self.patients else _DIFFERS

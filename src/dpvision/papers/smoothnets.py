@@ -36,7 +36,7 @@ COMPONENTS: Final[dict[str, dict[str, Option]]] = {
     "deep": {"depth": 8.0},
 }
 _DIFFERS: Final = (
-    "ours: last step, test set, all training pictures; the source: best model on a fifth that was kept for validation",
+    "ours: last step, test set, all training images; the source: best model on a fifth that was kept for validation",
     "the source searched clip norms in [0.1, 20] and 90, 120 or 180 epochs and does not say which won: 10 and 90 here",
     "noise is calibrated by PLD",
 )
@@ -86,7 +86,7 @@ def _benchmark(dataset: Dataset, model: str) -> Recipe:
         differs=(*_DIFFERS, *(["resized to 224 and cropped, not to 256 first"] if small else [])),
         needs=dataset.needs,
         cpu=changed(less, **_CPU_TRAINING, evaluations=1),
-        reduction="32 px, batch 256, NAdam, clip 1.5, so many steps that every network computes for as long",
+        reduction="32 px, batch 256, NAdam, clip 1.5, as many steps as give every network the same computing time",
     )
 
 
@@ -112,11 +112,11 @@ def _component(component: str) -> Recipe:
         config=config,
         source=SOURCE,
         summary=f"cifar10, SmoothNet, components: {component.replace('-', ' ')}",
-        figure="the study's figures are not at hand",
+        figure="the study's results are not available",
         differs=(
             "the source searched clip norms in [0.1, 10] and trained 15 or 30 epochs: 1 and 15 here, at epsilon 7",
             "ours: last step, test set",
         ),
         cpu=changed(less, **_CPU_TRAINING, model=ModelConfig(name="smoothnet", options=narrow)),
-        reduction="a quarter of the width, 16 px, 77,000 pictures, NAdam, clip 1.5",
+        reduction="a quarter of the width, 16 px, 77,000 images, NAdam, clip 1.5",
     )

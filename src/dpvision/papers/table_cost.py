@@ -88,7 +88,7 @@ def _read_bill(run: Path, name: str, passed: frozenset[str]) -> Bill | None:
         return Bill(run=name, source=None, voids=(UNREADABLE,))
     return Bill(
         run=name,
-        source=_pictures_of(config),
+        source=_dataset_name(config),
         charges=charges,
         delta=header["delta"],
         adjacency=header["adjacency"],
@@ -107,7 +107,7 @@ def _stamps(folder: RunFolder, entries: tuple[Entry, ...], config: RunConfig) ->
     return tuple(dict.fromkeys(found))
 
 
-def _pictures_of(config: RunConfig) -> str:
+def _dataset_name(config: RunConfig) -> str:
     """Return the name of the dataset; parts of CIFAR-100 are CIFAR-100."""
     source = Path(config.data.source).name
     return "cifar100" if source in subset_sources() else source
@@ -145,7 +145,7 @@ def _void(bills: Sequence[Bill]) -> str | None:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         return f"run {bill.run}: {why}{more}"
     if len({(bill.adjacency, bill.privacy_unit) for bill in bills}) > 1:
-        return "its runs protect different units or by different adjacencies, which have no common figure"
+        return "its runs protect different units or by different adjacencies, which have no common epsilon"
     return None
 
 

@@ -33,7 +33,7 @@ FINE_TUNING: Final = {"head": {1: 93.1, 2: 93.6, 4: 94.0, 8: 94.2}, "all": {1: 9
 _NFNET: Final = {0.1: 77.6, 0.5: 83.8, 1: 84.4, 2: 85.6, 4: 86.0, 8: 86.7}
 JFT: Final[tuple[tuple[Dataset, str, str, float, float | None, str], ...]] = (
     *((IMAGENET, "nfnet_f3", "head", epsilon, top1, "top-1, JFT-4B") for epsilon, top1 in _NFNET.items()),
-    (IMAGENET, "nf_resnet200", "head", 8, None, "the figure is not at hand"),
+    (IMAGENET, "nf_resnet200", "head", 8, None, "the accuracy is not available"),
     (PLACES, "nf_resnet50", "head", 8, 54.4, "top-1, JFT-300M; top-5 84.4"),
     (PLACES, "nf_resnet50", "all", 8, 55.1, "top-1, JFT-300M; top-5 84.6"),
 )
@@ -146,7 +146,7 @@ def _more_views() -> Iterator[Recipe]:
             config=config,
             source=SOURCE,
             summary=f"cifar10, WRN-16-4, {words}",
-            figure="the paper's figure is for 16 views",
+            figure="the paper's accuracy is for 16 views",
             differs=base.differs,
             cpu=changed(_small(config), views=_views(count)),
             reduction=f"{_SMALL}, batch 512, rate 2, {words}",
@@ -168,14 +168,14 @@ def _tan_cifar() -> Recipe:
         config=config,
         source="TAN",
         summary="cifar10, WRN-16-4 without weight standardisation, 16 views",
-        figure="none at hand",
+        figure="none available",
         differs=(_PLD,),
     )
 
 
 def _imagenet() -> Iterator[Recipe]:
     """NF-ResNet-50 on ImageNet, with the paper's settings and with TAN's."""
-    crops = "crops from a padded 224-px picture, not from one of 268 px"
+    crops = "crops from a padded 224-px image, not from one of 268 px"
     config = IMAGENET.config(
         "imagenet-nf_resnet50-eps8",
         "nf_resnet50",
@@ -252,6 +252,6 @@ def _jft(dataset: Dataset, model: str, trained: Any, epsilon: float, accuracy: f
         summary=f"{dataset.name} after JFT, {model}, {_WHAT[trained]}",
         accuracy=accuracy,
         figure=figure,
-        differs=(_PLD, "batch 2^18 and 800 epochs are NF-ResNet-200's at epsilon 8; the others' are not at hand"),
+        differs=(_PLD, "batch 2^18 and 800 epochs are NF-ResNet-200's at epsilon 8; the others' are not available"),
         needs=f"{dataset.source} and weights pre-trained on JFT, which is not public: --transfer-weights FILE",
     )
