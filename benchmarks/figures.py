@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -254,15 +254,8 @@ def _result(values: Mapping[str, Any]) -> Result:
 
 
 def _row(values: Mapping[str, Any]) -> Row:
-    return Row(
-        contender=values["contender"],
-        label=values["label"],
-        kind=values["kind"],
-        all_seconds=tuple(values["all_seconds"]),
-        fails=values["fails"],
-        memory_bytes=values["memory_bytes"],
-        memory_fails=values["memory_fails"],
-    )
+    stored = {each.name: values[each.name] for each in fields(Row)}
+    return Row(**{**stored, "all_seconds": tuple(values["all_seconds"])})
 
 
 def _quotient(part: float | None, whole: float | None) -> float | None:

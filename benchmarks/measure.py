@@ -15,8 +15,8 @@ from benchmarks.breakdown import breakdown
 from benchmarks.contender import Contender
 from benchmarks.contenders_jax import JAX, jax_privacy, nameless
 from benchmarks.figures import NATIVE, PLAIN, Figures, Result, Row
-from benchmarks.isolated import PeakMemory, peak_memory
 from benchmarks.machine import machine, peak_flops, step_flops, threads
+from benchmarks.memory import PeakMemory, peak_memory
 from benchmarks.suites import Item
 from benchmarks.timing import Progress, Times, quiet, reason_of, time_contenders
 from benchmarks.workload import Workload

@@ -1,17 +1,19 @@
 """Peak memory of one contender's steps, measured in a process of its own: ``python -m benchmarks.memory JSON``.
 
-Model and data are built first; what the steps take beyond that is the figure. The first step is among them: whatever
-it compiles or tries out must fit as well. Program code that a step is the first to touch is not: the kernel maps it
-from its file, and can drop it again.
+Model and data are built first; the result is what the steps take beyond that. The first step is included: what it
+compiles or tries out must fit as well. Program code that a step is the first to touch is not included: the kernel maps
+it from its file, and can drop it again.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 from benchmarks.contenders import contender
 from benchmarks.machine import threads
@@ -19,8 +21,32 @@ from benchmarks.timing import quiet, reason_of
 from benchmarks.workload import Workload
 
 STEPS: Final = 2
+_SECONDS: Final = 3600
 _KIBIBYTE: Final = 1024
 _SELF: Final = Path("/proc/self")
+
+
+@final
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes that a contender's steps took beyond model and data, or why they are not known."""
+
+    added_bytes: int | None
+    fails: str | None = None
+
+
+def peak_memory(name: str, workload: Workload, *, num_threads: int) -> PeakMemory:
+    """Measure one contender in a new process; a process that dies, of too little memory say, is a result too."""
+    asked = json.dumps({"contender": name, "workload": asdict(workload), "threads": num_threads})
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.memory", asked]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        return PeakMemory(None, f"took more than {_SECONDS} seconds")
+    if done.returncode:
+        return PeakMemory(None, f"ended with exit code {done.returncode}")
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return PeakMemory(answer.get("bytes"), answer.get("fails"))
 
 
 def added_bytes(name: str, workload: Workload) -> int:

@@ -24,8 +24,8 @@ from benchmarks.breakdown import PARTS, Watch, breakdown
 from benchmarks.contender import Contender
 from benchmarks.contenders import ALL, contender, default, named
 from benchmarks.figures import joined
-from benchmarks.isolated import peak_memory
 from benchmarks.machine import machine, step_flops, threads
+from benchmarks.memory import peak_memory
 from benchmarks.page import KEPT, write_page
 from benchmarks.suites import SUITES, Item
 from benchmarks.timing import reason_of, time_contenders
@@ -232,7 +232,7 @@ def test_a_contender_that_cannot_run_has_no_memory_but_a_reason(capsys: pytest.C
 
 
 def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.isolated.sys.executable", "/bin/false")
+    monkeypatch.setattr("benchmarks.memory.sys.executable", "/bin/false")
     assert peak_memory("eager", TINY, num_threads=1).fails == "ended with exit code 1"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dpvision.accounting.budget_plan import PlanRow, plan, scaled, steps_for_epochs
 from dpvision.accounting.calibrate import calibrate_expected_batch_size, calibrate_noise_multiplier, calibrate_steps
 from dpvision.accounting.charges import Charges
-from dpvision.accounting.epsilon import Accountant, EpsilonMeter, guarantee, mechanism_guarantee, privacy_curve
+from dpvision.accounting.epsilon import Accountant, EpsilonMeter, guarantee, mechanism_guarantee
 from dpvision.accounting.groups import owner_guarantee, row_guarantee
 from dpvision.accounting.selection import STOPPINGS, Stopping, all_trials, best_of_random_many
 from dpvision.accounting.tradeoff import (
@@ -53,7 +53,6 @@ __all__ = [
     "mechanism_guarantee",
     "owner_guarantee",
     "plan",
-    "privacy_curve",
     "privacy_profile",
     "propose_delta",
     "row_guarantee",

@@ -6,7 +6,6 @@ caches the latter for a running training (progress, curves, the hard budget limi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal, final
 
 from dpvision.accounting.charges import Charges, check_request
@@ -90,35 +89,6 @@ def mechanism_guarantee(
         adjacency=mechanism.adjacency,
         accountant=accountant,
         privacy_unit=mechanism.privacy_unit,
-    )
-
-
-def privacy_curve(
-    charges: Charges,
-    *,
-    deltas: Sequence[float],
-    adjacency: Adjacency = "add_remove",
-    accountant: Accountant = "pld",
-    privacy_unit: str = "example",
-) -> tuple[Guarantee, ...]:
-    """Compute the guarantee of the same charges at several deltas. All of them hold at once.
-
-    Args:
-        charges: Noisy releases and how often each was made.
-        deltas: The deltas, each in (0, 1).
-        adjacency: Which datasets are neighbours.
-        accountant: ``pld`` or ``rdp``.
-        privacy_unit: The word for what is protected.
-
-    Returns:
-        One guarantee per delta, in the given order.
-
-    Raises:
-        ArgumentError: A value is out of range.
-    """
-    return tuple(
-        guarantee(charges, delta=delta, adjacency=adjacency, accountant=accountant, privacy_unit=privacy_unit)
-        for delta in deltas
     )
 
 
