@@ -81,12 +81,12 @@ def test_parts_of_cifar100_are_cifar100(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", [{"adjacency": "zero_out"}, {"privacy_unit": "patient"}])
-def test_different_units_or_adjacencies_have_no_common_figure(other: dict[str, Any], tmp_path: Path) -> None:
+def test_different_units_or_adjacencies_have_no_common_epsilon(other: dict[str, Any], tmp_path: Path) -> None:
     spend(tmp_path / "runs" / "a" / "1")
     spend(tmp_path / "runs" / "a" / "2", **other)
     found = together(tmp_path)["mnist"]
     assert found["epsilon"] is None
-    assert "no common figure" in found["void"]
+    assert "no common epsilon" in found["void"]
 
 
 def test_an_epsilon_that_can_not_be_proved_is_none() -> None:

@@ -329,7 +329,8 @@ def metrics_by_class(
 
 def _area(members: NDArray[np.float64], others: NDArray[np.float64]) -> float:
     """Return the probability that a member scores higher than another, ties counted half."""
-    return float(_shares_below(members, others).mean())
+    ranks = stats.rankdata(np.concatenate([members, others]))[: len(members)]
+    return float((ranks.sum() - len(members) * (len(members) + 1) / 2) / (len(members) * len(others)))
 
 
 def _area_error(members: NDArray[np.float64], others: NDArray[np.float64]) -> float:
