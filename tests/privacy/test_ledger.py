@@ -493,7 +493,7 @@ def test_misuse_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
         ledger.note("declare", {"what": "x", "how": {1, 2}})
     with pytest.raises(ArgumentError, match="exists already"):
         Ledger.create(path, HEADER)
-    with pytest.raises(ArgumentError, match="lacks delta"):
+    with pytest.raises(ArgumentError, match="delta: Field required"):
         Ledger.create(tmp_path / "other", {k: v for k, v in HEADER.items() if k != "delta"})
     ledger.charge(STEP, step=2)
     assert path.read_bytes().startswith(before)

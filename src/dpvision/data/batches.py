@@ -33,11 +33,19 @@ NO_ROW = -1
 
 @final
 class ImageBatches:
-    """The draws of one run.
+    """The batches of one run over an image store.
 
-    Guarantee: in each step each unit of the store joins with probability ``mechanism.sample_rate`` (rounded down to a
-    multiple of 2⁻⁶⁴), independently of all other units and steps, up to the security of the keys. The rate comes from
-    the mechanism alone; the store decides nothing. A unit gives at most ``rows_per_unit`` rows, and
+    Args:
+        mechanism: gives the sample rate; the store has no influence on it.
+        store: the images and their units.
+        normalisation: how pixels become inputs.
+        keys: the keys of the run; streams "sampling", "rows" and "augmentation" are used.
+        rows_per_unit: rows that a unit gives at most.
+        device: where the images are held.
+        memory_format: of the inputs.
+        views: the augmented views of each row.
+
+    Guarantee: units join as ``PoissonSampler`` says. A unit gives at most ``rows_per_unit`` rows, and
     ``views.count`` views of each, chosen by its own parts of the streams, so that neither its presence nor its size
     changes what the other units give. Their weights sum to one: together they are one unit, to be clipped once.
     """
@@ -61,7 +69,7 @@ class ImageBatches:
         self._unit_rows = store.rows_of_units
         self._rows_per_unit = rows_per_unit
         self._views = views
-        self._pictures = _Pictures(
+        self._images = _Images(
             images=store.images.to(device),
             labels=store.labels.to(device),
             normalisation=normalisation.for_channels(store.image_shape[0]),
@@ -75,18 +83,18 @@ class ImageBatches:
         return self._sampler.sampling
 
     def units(self, step: int) -> NDArray[np.int64]:
-        """The units that join ``step``, in ascending order. Sensitive."""
+        """Return the units that join ``step``, in ascending order. Sensitive."""
         return self._sampler.units(step)
 
     def rows(self, step: int) -> NDArray[np.int64]:
-        """The rows that join ``step``, R a unit; -1 where a unit has fewer. Sensitive."""
+        """Return the rows that join ``step``, R per unit; -1 where a unit has fewer. Sensitive."""
         return self._rows(self.units(step), step)
 
     def batch(self, step: int) -> ImageBatch:
-        """The draw of ``step``: the same whenever it is asked for."""
+        """Return the draw of ``step``: the same for every call."""
         units = self.units(step)
         rows_DR = self._rows(units, step)
-        return ImageBatch(self.sampling, self._pictures, rows_DR, self._words(units, step))
+        return ImageBatch(self.sampling, self._images, rows_DR, self._words(units, step))
 
     def _rows(self, units: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         offsets, order = self._unit_rows
@@ -94,7 +102,7 @@ class ImageBatches:
         places_DR = np.broadcast_to(np.arange(self._rows_per_unit), (len(units), self._rows_per_unit)).copy()
         crowded = count_D > self._rows_per_unit
         if crowded.any():
-            # Unit u owns words u·R … u·R + R - 1 of this step, whoever else is there.
+            # Unit u owns words u·R … u·R + R - 1 of this step, whichever others are drawn.
             words = self._sampler.keys.bits(self._sampler.num_units * self._rows_per_unit, "rows", step)
             own_words = words.reshape(-1, self._rows_per_unit)[units[crowded]]
             places_DR[crowded] = choose_without_replacement(own_words, count_D[crowded])
@@ -104,7 +112,7 @@ class ImageBatches:
         return rows_DR
 
     def _words(self, units: NDArray[np.int64], step: int) -> NDArray[np.uint64]:
-        """The words that decide the views of each drawn unit: its own, whoever else is there."""
+        """Return the words that decide the views of each drawn unit: its own, whichever others are drawn."""
         shape = (len(units), self._rows_per_unit, self._views.count, words_per_view(self._views))
         if not self._views.random:
             return np.zeros(shape, dtype=np.uint64)
@@ -117,7 +125,7 @@ class ImageBatch:
     """One draw, whole: it can be cut into micro-batches of any size, any number of times. Sensitive."""
 
     sampling: Sampling
-    _pictures: _Pictures
+    _images: _Images
     _rows_DR: NDArray[np.int64]
     _words_DRKJ: NDArray[np.uint64]
 
@@ -125,7 +133,7 @@ class ImageBatch:
         return f"ImageBatch({self.sampling}, sensitive)"
 
     def microbatches(self, units: int) -> Iterator[Microbatch]:
-        """The draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""
+        """Yield the draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""
         problems = Problems()
         problems.count("units", units)
         problems.raise_if_any()
@@ -134,12 +142,12 @@ class ImageBatch:
             missing = max(0, start + units - len(self._rows_DR))
             rows_UR = np.pad(self._rows_DR[piece], ((0, missing), (0, 0)), constant_values=NO_ROW)
             words_URKJ = np.pad(self._words_DRKJ[piece], ((0, missing), (0, 0), (0, 0), (0, 0)))
-            yield self._pictures.gather(rows_UR, words_URKJ)
+            yield self._images.gather(rows_UR, words_URKJ)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Pictures:
+class _Images:
     """The store on its device, and how its bytes become inputs."""
 
     images: Tensor
@@ -161,7 +169,7 @@ class _Pictures:
         return Microbatch(inputs, targets, weights)
 
     def _targets(self, labels: Tensor, words_NKJ: NDArray[np.uint64]) -> Tensor:
-        """A class for each view, or for each of its pixels: a mask moves with its picture."""
+        """A class for each view, or for each of its pixels: a mask moves with its image."""
         if labels.ndim == 1:
             return labels.repeat_interleave(self.views.count, dim=0)
         return make_views(labels[:, None], self.views, words_NKJ, classes=True)[:, 0].to(torch.int64)
@@ -170,7 +178,7 @@ class _Pictures:
 def blank_absent(inputs: Tensor, targets: Tensor, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
     """Both with zeros in the place of every padding row, written in place.
 
-    So that a padding row can't carry anybody's picture, features or label anywhere, nor be infinite.
+    So that a padding row carries no image, features or label, and is never infinite.
     """
     absent = np.flatnonzero(rows == NO_ROW)
     if len(absent):
@@ -180,14 +188,14 @@ def blank_absent(inputs: Tensor, targets: Tensor, rows: NDArray[np.int64]) -> tu
 
 
 def row_weights(rows_UR: NDArray[np.int64], views: int) -> NDArray[np.float32]:
-    """Equal shares for the views of rows that are there: they sum to one in each unit that has rows."""
+    """Return equal weights for the views of present rows: they sum to one in each unit that has rows."""
     there_UR = np.repeat(rows_UR != NO_ROW, views, axis=1)
     count_U = np.maximum(there_UR.sum(axis=1, keepdims=True), 1)
     return (there_UR / count_U).astype(np.float32)
 
 
 def hold_out(store: ImageStore, *, fraction: float, keys: Keys) -> tuple[ImageStore, ImageStore]:
-    """(train, test): each unit goes to test with probability ``fraction``, with all its rows.
+    """Split a store into (train, test): each unit goes to test with probability ``fraction``, with all its rows.
 
     Where owners are known, each owner goes with all rows, also where rows are the units: what is measured on a
     patient's slice says little if its neighbours were trained on.

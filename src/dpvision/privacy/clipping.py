@@ -1,4 +1,7 @@
-"""From per-unit gradients to the factors that clip them: one factor a unit, or one for each layer of a unit.
+"""Clipping: from per-unit gradient norms to the factors that bound each unit's contribution.
+
+One factor per unit, or one per unit and layer. This is where the sensitivity of the sum comes from: ``clipped_sum``
+multiplies every unit's gradient by its factors and does nothing else to it.
 
 Shapes: U units.
 """
@@ -21,20 +24,24 @@ if TYPE_CHECKING:
 from dpvision.kernels import unit_sums as kernel
 from dpvision.privacy.mechanism import CLIPPINGS, Clipping
 
+# Room below ``clip_norm`` in units of the parameters' rounding, so that rounding can't push a unit above it.
 SLACK: Final = 32
-"""Room below ``clip_norm`` in units of the parameters' rounding, so that rounding can't push a unit above it."""
-
+# What automatic clipping adds to every norm before it divides by it: a public constant (Bu et al. 2022).
 GAMMA: Final = 0.01
-"""What automatic clipping adds to every norm before it divides by it: a public constant (Bu et al. 2022)."""
 
+# Each unit's factor, by parameter. Parameters that are clipped together share one tensor.
 Factors = dict[nn.Parameter, Tensor]
-"""Of every parameter, each unit's factor. Parameters that are clipped together share one tensor."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Clipper:
-    """What bounds a unit: the style, and which parameters are clipped together and how far.
+    """The bound on a unit: the style, and which parameters are clipped together and to what length.
+
+    Attributes:
+        clipping: the style.
+        bound: the L2 bound on each group of parameters.
+        groups: the group of each parameter.
 
     Guarantee: a unit's gradient times its factors is at most ``clip_norm`` long, all parameters together.
     """
@@ -47,10 +54,18 @@ class Clipper:
     def for_parameters(
         parameters: dict[str, nn.Parameter], *, clip_norm: float, clipping: Clipping = "flat"
     ) -> Clipper:
-        """One group of all parameters, or one for each layer.
+        """Make one group of all parameters, or one for each layer.
 
-        With L layers each is clipped to clip_norm/√L, whatever the others need. ``parameters`` are all that train, so
-        that L is a fact of the model: not of the units, nor of how the engine runs it.
+        With L layers each is clipped to clip_norm/√L, whatever the others need.
+
+        Args:
+            parameters: all that train, by name, so that L is a fact of the model: not of the units, nor of how the
+                engine runs it.
+            clip_norm: L2 bound on all parameters of a unit together, above zero.
+            clipping: "flat", "automatic" or "per_layer".
+
+        Raises:
+            ArgumentError: an argument breaks its rule.
         """
         problems = Problems()
         problems.positive("clip_norm", clip_norm)
@@ -64,9 +79,15 @@ class Clipper:
     def factors(
         self, layer_gradients: dict[nn.Parameter, LayerGradient], real_U: Tensor
     ) -> tuple[Factors, Tensor | None]:
-        """Return the factors of units whose gradient is ``layer_gradients``, and the units without a finite norm.
+        """Compute the factors of all units of a micro-batch.
 
-        A unit that is not finite in one layer is left out of all of them.
+        Args:
+            layer_gradients: the units' gradients.
+            real_U: False for padding units, which get the factor zero.
+
+        Returns:
+            The factors, and the units whose norm is not finite in some layer (None if there are none); those are left
+            out of all layers.
         """
         parts: dict[str, list[Tensor]] = {}
         for parameter, layer_gradient in layer_gradients.items():
@@ -91,7 +112,7 @@ class FactorLimits:
     @staticmethod
     @functools.lru_cache(maxsize=16)
     def for_bound(bound: float, dtypes: frozenset[torch.dtype], *, clipping: Clipping) -> FactorLimits:
-        """Those for which factor · norm stays below ``bound`` when both are rounded to any of these kinds of floats.
+        """Return limits for which factor · norm stays below ``bound`` when both are rounded to any of these dtypes.
 
         Factors below the smallest normal number are zero: rounding could make them much larger.
         """
@@ -103,10 +124,10 @@ class FactorLimits:
         return FactorLimits(below=below, added=0.0, most=1.0, least=least)
 
 
+# By group, the units' squared norms of each parameter, which add up.
 Parts = dict[str, list[Tensor]]
-"""Of everything that is clipped together, the units' squared norms, which add up."""
+# By group, the units' factors; and the units without a finite norm, if there are any.
 ByGroup = tuple[dict[str, Tensor], Tensor | None]
-"""Of everything that is clipped together, the units' factors; and the units that have no norm, if there are any."""
 
 
 def _factors(parts: Parts, real_U: Tensor, limits: FactorLimits) -> ByGroup:
@@ -121,7 +142,7 @@ def _is_norm(norms_sq_U: Tensor) -> Tensor:
 
 
 def _factors_by_kernel(parts: Parts, real_U: Tensor, limits: FactorLimits) -> ByGroup | None:
-    """The same by a kernel, if there is one and every unit has a norm."""
+    """Return ``_factors`` by a kernel, or None if there is none or a unit has no finite norm."""
     by_group: dict[str, Tensor] = {}
     for group, some in parts.items():
         factor_U = kernel.clip_factors.attempt(
@@ -134,7 +155,12 @@ def _factors_by_kernel(parts: Parts, real_U: Tensor, limits: FactorLimits) -> By
 
 
 def clip_factors(norms_sq_U: Tensor, counted_U: Tensor, limits: FactorLimits) -> Tensor:
-    """The factor of every unit, from the squared norm of what is clipped together.
+    """Compute the factor of every unit.
+
+    Args:
+        norms_sq_U: squared norms of what is clipped together.
+        counted_U: False for units that do not count: padding, and norms that are not finite.
+        limits: the bound.
 
     Guarantee: factor · norm ≤ bound; exactly zero for units that don't count, whatever their norm is.
     """

@@ -1,8 +1,8 @@
-"""The bill of a run: append-only, hash-chained, written ahead of every release.
+"""The ledger of a run: every charge, append-only and hash-chained, written before the release that it pays for.
 
 One line of canonical JSON per entry: ``seq``, ``prev`` (the hash of the line before), ``kind``, ``payload`` and
 ``hash`` (SHA-256 of the rest). No clock and no randomness: a run that was interrupted and resumed leaves the same
-bytes as one that was not. The chain shows edits, not forgeries: whoever rewrites every line gets a valid chain with
+bytes as one that was not. The chain shows edits, not forgeries: anyone who rewrites every line gets a valid chain with
 another head, which is why checkpoints and certificates keep the head and the length too.
 """
 
@@ -15,10 +15,12 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Annotated, Any, final
 
-from dpvision.errors import ArgumentError, DataError, PrivacyError, TamperError, brief
-from dpvision.privacy.mechanism import ADJACENCIES, Event
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dpvision.errors import ArgumentError, DataError, PrivacyError, TamperError, brief, validation_message
+from dpvision.privacy.mechanism import Adjacency, Event
 from dpvision.storage.files import disk_errors, synced, write_atomically
 
 FORMAT = 1
@@ -27,20 +29,66 @@ _FIRST_PREV = "0" * 64
 _HASHED_LINE = re.compile(rb'\{"hash":"([0-9a-f]{64})",(.*)', re.DOTALL)
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 _ENTRY_FIELDS = frozenset({"seq", "prev", "kind", "payload"})
-_HEADER_FIELDS = frozenset({"format", "run_id", "privacy_unit", "adjacency", "num_units", "delta"})
-_FIELDS = {
-    "charge": frozenset({"fork", "step", "sample_rate", "noise_multiplier", "purpose"}),
-    "declare": frozenset({"what", "how"}),
-    "fork": frozenset({"fork", "step", "reason"}),
-}
+_Text = Annotated[str, Field(min_length=1)]
+_Whole = Annotated[int, Field(ge=0)]
 
 Payload = dict[str, Any]
+
+
+class _Payload(BaseModel):
+    """Exactly these fields, of exactly these types."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _Header(_Payload):
+    """Public facts of the run, with any further ones; ``delta`` is None for a run without privacy."""
+
+    model_config = ConfigDict(extra="allow")
+
+    format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
+    run_id: _Text
+    privacy_unit: _Text
+    adjacency: Adjacency
+    num_units: Annotated[int, Field(ge=1)]
+    delta: Annotated[float, Field(gt=0, lt=1)] | None
+    most_rows_per_owner: Annotated[int, Field(ge=1)] | None = None
+
+
+class _Charge(_Payload):
+    fork: _Whole
+    step: _Whole
+    sample_rate: float
+    noise_multiplier: float
+    purpose: _Text
+
+
+class _Declaration(_Payload):
+    what: _Text
+    how: _Text
+
+
+class _Fork(_Payload):
+    fork: _Whole
+    step: _Whole
+    reason: _Text
+
+
+_KINDS: dict[str, type[_Payload]] = {"header": _Header, "charge": _Charge, "declare": _Declaration, "fork": _Fork}
 
 
 @final
 @dataclass(frozen=True)
 class Entry:
-    """One line of a ledger."""
+    """One line of a ledger.
+
+    Attributes:
+        seq: its number, from zero.
+        kind: "header", "charge", "declare" or "fork".
+        payload: its content.
+        prev: hash of the line before.
+        hash: its own hash.
+    """
 
     seq: int
     kind: str
@@ -50,12 +98,12 @@ class Entry:
 
 
 class _RuleBroken(Exception):
-    """What is wrong with an entry, for the reader or the writer to word as its own error."""
+    """What is wrong with an entry; reader and writer turn it into their own error."""
 
 
 @final
 class _Book:
-    """What the entries so far say, and what may follow them. Reader and writer obey the same rules here."""
+    """The state of a ledger: what its entries say, and what may follow them. Reader and writer share these rules."""
 
     def __init__(self) -> None:
         self.header: Payload | None = None
@@ -67,83 +115,60 @@ class _Book:
 
     def admit(self, kind: str, payload: Payload) -> None:
         """Take the entry in, or raise ``_RuleBroken``."""
+        _require(kind in _KINDS, f"kind must be one of {', '.join(_KINDS)}, got {kind!r}")
+        _require((kind == "header") == (self.header is None), "the first entry must be the header, and no other")
+        try:
+            _KINDS[kind].model_validate(payload)
+        except ValidationError as error:
+            raise _RuleBroken(f"a {kind} breaks its rules: {validation_message(error, whole=kind)}") from error
         if kind == "header":
-            self._admit_header(payload)
-            return
-        _require(kind in _FIELDS, f"kind must be header, {', '.join(_FIELDS)}, got {kind!r}")
-        _require(self.header is not None, "the first entry must be the header")
-        fields = ", ".join(sorted(_FIELDS[kind]))
-        _require(payload.keys() == _FIELDS[kind], f"a {kind} has the fields {fields}, got {', '.join(sorted(payload))}")
-        {"charge": self._admit_charge, "declare": self._admit_declaration, "fork": self._admit_fork}[kind](payload)
-
-    def _admit_header(self, payload: Payload) -> None:
-        _require(self.header is None, "there is one header, at the beginning")
-        missing = _HEADER_FIELDS - payload.keys()
-        _require(not missing, f"the header lacks {', '.join(sorted(missing))}")
-        layout, num_units, delta = payload["format"], payload["num_units"], payload["delta"]
-        _require(_is_whole(layout) and layout == FORMAT, f"format must be {FORMAT}, got {layout!r}")
-        _require_texts(payload, "run_id", "privacy_unit", "adjacency")
-        adjacency = payload["adjacency"]
-        _require(adjacency in ADJACENCIES, f"adjacency must be one of {', '.join(ADJACENCIES)}, got {adjacency!r}")
-        _require(_is_whole(num_units, least=1), f"num_units must be a whole number >= 1, got {num_units!r}")
-        if delta is not None:  # null: a run without privacy
-            _require(isinstance(delta, float) and 0 < delta < 1, f"delta must lie between 0 and 1, got {delta!r}")
-        most_rows = payload.get("most_rows_per_owner")
-        bounded = most_rows is None or _is_whole(most_rows, least=1)
-        _require(bounded, f"most_rows_per_owner must be a whole number >= 1, got {most_rows!r}")
-        self.header = payload
+            self.header = payload
+        elif kind == "charge":
+            self._admit_charge(payload)
+        elif kind == "declare":
+            self.declared.append(payload)
+        else:
+            wanted = len(self.forks) + 1
+            _require(payload["fork"] == wanted, f"the next fork must be number {wanted}, got {payload['fork']}")
+            self.forks.append(payload)
 
     def _admit_charge(self, payload: Payload) -> None:
+        """Take a charge in: of the present fork, with the next number of its purpose."""
         _require(self.header is not None and self.header["delta"] is not None, "without privacy nothing is charged")
         fork, step, purpose = payload["fork"], payload["step"], payload["purpose"]
-        _require(_is_whole(fork) and fork == len(self.forks), f"fork must be {len(self.forks)}, got {fork!r}")
-        _require(_is_whole(step), f"step must be a whole number >= 0, got {step!r}")
+        _require(fork == len(self.forks), f"fork must be {len(self.forks)}, got {fork}")
         event = self._event(payload)
         steps = self._charged.setdefault((fork, purpose), {})
-        allowed = {next(reversed(steps)) + 1} if steps else self._first_steps()
+        # A fork may begin with zero, or where it left the run that it continues.
+        first = {0} if not self.forks else {0, self.forks[-1]["step"]}
+        allowed = {next(reversed(steps)) + 1} if steps else first
         wanted = " or ".join(map(str, sorted(allowed)))
         _require(step in allowed, f"the next {purpose} of fork {fork} must be number {wanted}, got {step}")
         steps[step] = event
         self._counts[event] = self._counts.get(event, 0) + 1
 
     def _event(self, payload: Payload) -> Event:
-        rate, noise = payload["sample_rate"], payload["noise_multiplier"]
-        numbers = isinstance(rate, float) and isinstance(noise, float)
+        rate, noise, purpose = payload["sample_rate"], payload["noise_multiplier"], payload["purpose"]
+        numbers = isinstance(rate, float) and isinstance(noise, float)  # pydantic takes whole numbers too
         _require(numbers, f"sample_rate and noise_multiplier must be numbers, got {rate!r} and {noise!r}")
-        _require_texts(payload, "purpose")
-        key = (rate, noise, payload["purpose"])
+        key = (rate, noise, purpose)
         if key not in self._events:
             try:
-                self._events[key] = Event(sample_rate=rate, noise_multiplier=noise, purpose=payload["purpose"])
+                self._events[key] = Event(sample_rate=rate, noise_multiplier=noise, purpose=purpose)
             except ArgumentError as error:
                 raise _RuleBroken(str(error).rstrip(".")) from error
         return self._events[key]
 
-    def _first_steps(self) -> set[int]:
-        """Numbers with which a fork may begin: zero, or where it left the run that it continues."""
-        return {0} if not self.forks else {0, self.forks[-1]["step"]}
-
-    def _admit_declaration(self, payload: Payload) -> None:
-        _require_texts(payload, "what", "how")
-        self.declared.append(payload)
-
-    def _admit_fork(self, payload: Payload) -> None:
-        fork, step, wanted = payload["fork"], payload["step"], len(self.forks) + 1
-        _require(_is_whole(fork) and fork == wanted, f"the next fork must be number {wanted}, got {fork!r}")
-        _require(_is_whole(step), f"step must be a whole number >= 0, got {step!r}")
-        _require_texts(payload, "reason")
-        self.forks.append(payload)
-
     def charge_at(self, fork: int, purpose: str, step: int) -> Event | None:
-        """What was charged there, if anything."""
+        """Return what was charged there, or None."""
         return self._charged.get((fork, purpose), {}).get(step)
 
     def charges(self) -> tuple[tuple[Event, int], ...]:
-        """Every kind of release and how often it was charged."""
+        """Return every kind of release and how often it was charged."""
         return tuple(self._counts.items())
 
     def has_note(self, kind: str, payload: Payload) -> bool:
-        """Whether this very note is already there."""
+        """Return whether this note is already there."""
         return payload in {"declare": self.declared, "fork": self.forks}.get(kind, [])
 
 
@@ -160,7 +185,7 @@ class _Contents:
 
 @final
 class Ledger:
-    """A ledger that is open for writing. One process at a time: the run folder's lock sees to that.
+    """A ledger that is open for writing, by one process at a time (the run folder is locked).
 
     Guarantee: a charge that returned is on disk. A crash may leave one that was never used, never the reverse.
     """
@@ -175,9 +200,20 @@ class Ledger:
 
     @staticmethod
     def create(path: Path, header: Payload, *, charges: Iterable[Event] = ()) -> Ledger:
-        """A new ledger whose first entry is ``header``: public facts only, because it is released.
+        """Create a ledger.
 
-        Guarantee: ``charges``, what the facts of the header cost, are on disk together with it or not at all.
+        Args:
+            path: the file, which must not exist.
+            header: the public facts of the run; they are released.
+            charges: what finding these facts has cost, such as a noisy count of units.
+
+        Returns:
+            The open ledger.
+
+        Raises:
+            ArgumentError: the file exists, or the header breaks a rule.
+
+        Guarantee: header and ``charges`` are on disk together or not at all.
         """
         if path.exists():
             raise ArgumentError(f"{path} exists already. Resume that run, or choose another folder.")
@@ -196,10 +232,18 @@ class Ledger:
     def open(
         path: Path, *, at_least: tuple[int, str] | None = None, before_growth: Callable[[], None] | None = None
     ) -> Ledger:
-        """An existing ledger, checked whole. A torn last line is dropped: its noise never existed.
+        """Open an existing ledger and check all of it. A torn last line is dropped: its noise never existed.
 
-        ``at_least`` is the (length, head) that somebody remembers; a ledger without them was rolled back.
-        ``before_growth`` is called once, before the first new entry is written.
+        Args:
+            path: the file.
+            at_least: (length, head) that a checkpoint remembers; a ledger without them was rolled back.
+            before_growth: called once, before the first new entry is written.
+
+        Returns:
+            The open ledger.
+
+        Raises:
+            TamperError: an entry was changed, or the ledger was rolled back.
         """
         contents = _read(path)
         if at_least is not None:
@@ -210,7 +254,16 @@ class Ledger:
         return Ledger(path, contents, before_growth)
 
     def charge(self, event: Event, *, step: int, fork: int = 0) -> None:
-        """Write what one release costs, before it is made. ``step`` counts within its fork and purpose.
+        """Write what one release costs, before it is made.
+
+        Args:
+            event: the cost.
+            step: the number of the release within its fork and purpose, from zero, without gaps.
+            fork: the present fork.
+
+        Raises:
+            PrivacyError: the step was charged as another event, or an earlier write failed.
+            ArgumentError: the numbers are out of order.
 
         Guarantee: on disk when this returns. The exact replay of a charged step appends nothing, since with the same
         keys it releases nothing new; another event for the same step is refused.
@@ -226,19 +279,27 @@ class Ledger:
             )
 
     def note(self, kind: str, payload: Payload) -> None:
-        """Chain a ``declare`` (what, how) or a ``fork`` (fork, step, reason); the same note again appends nothing."""
+        """Append a ``declare`` (what, how) or a ``fork`` (fork, step, reason); the same note again appends nothing.
+
+        Args:
+            kind: "declare" or "fork".
+            payload: its fields.
+
+        Raises:
+            ArgumentError: another kind, or fields that break a rule.
+        """
         self._require_whole()
         if kind in ("header", "charge"):
-            raise ArgumentError(f"a {kind} is no note. Use Ledger.create or Ledger.charge.")
+            raise ArgumentError(f"a {kind} must be recorded with Ledger.create or Ledger.charge, not Ledger.note.")
         if not self._book.has_note(kind, payload):
             self._append(kind, payload)
 
     def has_charge(self, *, step: int, fork: int = 0, purpose: str = TRAINING) -> bool:
-        """Whether this release has been charged."""
+        """Return whether this release has been charged."""
         return self._book.charge_at(fork, purpose, step) is not None
 
     def charges(self) -> tuple[tuple[Event, int], ...]:
-        """Every kind of release and how often it was charged, over all forks."""
+        """Return every kind of release and how often it was charged, over all forks."""
         return self._book.charges()
 
     @property
@@ -248,7 +309,7 @@ class Ledger:
 
     @property
     def forks(self) -> int:
-        """How many forks were noted; charges go to the fork of this number."""
+        """Number of forks; charges go to the fork of this number."""
         return len(self._book.forks)
 
     @property
@@ -269,7 +330,7 @@ class Ledger:
     def _append(self, kind: str, payload: Payload) -> None:
         _refuse_misuse(self._book, kind, payload)
         entry, line = _make_entry(self.length, kind, payload, self.head)
-        # Anything that goes wrong from here on leaves it open what is on disk: only reading it anew can tell.
+        # After an error from here on, only reading the file again can tell what is on disk.
         self._broken = True
         if self._before_growth is not None:
             self._before_growth()
@@ -282,11 +343,21 @@ class Ledger:
 
     def _require_whole(self) -> None:
         if self._broken:
-            raise PrivacyError(f"an earlier write to {self._path} failed. Open the ledger again before going on.")
+            raise PrivacyError(f"an earlier write to {self._path} failed. Open the ledger again before continuing.")
 
 
 def read_ledger(path: Path) -> tuple[Entry, ...]:
-    """All entries, checked one by one; ``TamperError`` names the line and the cause."""
+    """Read and check all entries of a ledger.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The entries, from the header on.
+
+    Raises:
+        TamperError: names the line and the cause.
+    """
     contents = _read(path)
     if contents.torn:
         raise TamperError(f"{path}, line {len(contents.entries) + 1}: it is cut off.")
@@ -294,7 +365,7 @@ def read_ledger(path: Path) -> tuple[Entry, ...]:
 
 
 def charges_of(entries: Iterable[Entry]) -> tuple[tuple[Event, int], ...]:
-    """Every kind of release in checked entries, and how often it was charged."""
+    """Return every kind of release in checked entries, and how often it was charged."""
     book = _Book()
     for entry in entries:
         book.admit(entry.kind, entry.payload)
@@ -302,7 +373,7 @@ def charges_of(entries: Iterable[Entry]) -> tuple[tuple[Event, int], ...]:
 
 
 def require_mark(entries: tuple[Entry, ...], *, length: int, head: str, path: Path) -> None:
-    """Refuse a ledger that does not contain what somebody remembers of it."""
+    """Raise ``TamperError`` if a ledger lacks an entry that is known from elsewhere, by length and head."""
     if len(entries) < length:
         raise TamperError(
             f"{path} was rolled back: {len(entries)} of {length} known entries are left. Put the longer ledger back."
@@ -349,7 +420,7 @@ def _parse_line(line: bytes) -> Entry:
         raise _RuleBroken("it is not canonical JSON with finite numbers") from error
     _require(canonical, "it is not canonical JSON")
     _require(values.keys() == _ENTRY_FIELDS, f"an entry has the fields hash, {', '.join(sorted(_ENTRY_FIELDS))}")
-    typed = _is_whole(values["seq"]) and isinstance(values["kind"], str) and isinstance(values["payload"], dict)
+    typed = type(values["seq"]) is int and isinstance(values["kind"], str) and isinstance(values["payload"], dict)
     _require(typed, "seq, kind and payload must be a whole number, a text and an object")
     return Entry(values["seq"], values["kind"], values["payload"], values["prev"], claimed)
 
@@ -360,7 +431,7 @@ def _charge_payload(event: Event, *, step: int, fork: int) -> Payload:
 
 
 def _make_entry(seq: int, kind: str, payload: Payload, prev: str) -> tuple[Entry, bytes]:
-    """An entry and its line."""
+    """Return an entry and its line."""
     body = _ENCODER.encode({"seq": seq, "kind": kind, "payload": payload, "prev": prev}).encode()
     own_hash = hashlib.sha256(body).hexdigest()
     line = b'{"hash":"' + own_hash.encode() + b'",' + body[1:] + b"\n"
@@ -384,16 +455,6 @@ def _append_line(descriptor: int, line: bytes, *, path: Path, expected_size: int
         raise PrivacyError(f"can't write {path}: only {written} of {len(line)} bytes went in. Free some space.")
 
 
-def _is_whole(value: object, *, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise _RuleBroken(message)
-
-
-def _require_texts(payload: Payload, *names: str) -> None:
-    for name in names:
-        value = payload[name]
-        _require(isinstance(value, str) and bool(value), f"{name} must be a text, got {value!r}")

@@ -1,6 +1,7 @@
-"""Bounds in few digits. A rounded bound is still a bound: it is rounded up, never to the nearest.
+"""The mechanism: the frozen public facts of a private run, from which the accountant computes epsilon.
 
-The frozen public facts of a private run. No torch, no data: an accountant needs nothing else.
+No torch, no data. ``Mechanism`` says what is sampled, clipped, noised and divided; ``Event`` what one release costs;
+``Guarantee`` is the bound that follows. Derived numbers are properties, never stored.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dpvision.errors import ArgumentError, Problems
 
 
 def rounded_up(value: float, *, digits: int = 4) -> str:
-    """``value`` with at most so many digits, never below what it was."""
+    """Write a bound with at most ``digits`` significant digits, rounded up, so that it is still a bound."""
     ceiling = Context(prec=digits, rounding=ROUND_CEILING)
     return f"{float(ceiling.create_decimal(repr(value))):.{digits}g}"
 
@@ -29,7 +30,10 @@ CLIPPINGS: tuple[Clipping, ...] = ("flat", "automatic", "per_layer")
 class Event:
     """One kind of noisy release: each unit joins with ``sample_rate``, then Gaussian noise is added.
 
-    ``noise_multiplier`` is the noise's standard deviation divided by the most that one unit can move the release.
+    Attributes:
+        sample_rate: probability with which each unit joins, in (0, 1].
+        noise_multiplier: the noise's standard deviation divided by the most that one unit can move the release.
+        purpose: what is released.
     """
 
     sample_rate: float
@@ -49,8 +53,17 @@ class Event:
 class Mechanism:
     """What is sampled, clipped, noised and divided, as public constants.
 
-    ``clipping`` is how a unit is brought to at most ``clip_norm``; ``unit_norm`` divides by ``clip_norm`` too, after
-    the noise, so that one learning rate fits every clip norm. Neither has a part in epsilon.
+    Attributes:
+        num_units: units in the data, declared public or counted with noise.
+        expected_batch_size: expected units per step, at most ``num_units``; never rounded.
+        clip_norm: L2 bound on one unit's contribution to the sum.
+        noise_multiplier: noise stddev on the sum divided by ``clip_norm``.
+        steps: noisy releases, empty draws included.
+        privacy_unit: what is protected, such as "example" or "patient".
+        adjacency: which datasets are neighbours.
+        clipping: how a unit is brought to at most ``clip_norm``; without influence on epsilon.
+        unit_norm: whether to divide by ``clip_norm`` too, after the noise, so that one learning rate fits every clip
+            norm; without influence on epsilon.
 
     Guarantee: ``steps`` releases of ``(sum of clipped unit gradients + N(0, noise_stddev²)) / divisor``, each over
     a Poisson draw of units with ``sample_rate``. Nothing here is read off the private data at run time.
@@ -100,7 +113,7 @@ class Mechanism:
 
     @property
     def divisor(self) -> float:
-        """What the noisy sum is divided by: public, the same for every draw."""
+        """The public number that the noisy sum is divided by, the same for every draw."""
         return self.expected_batch_size * (self.clip_norm if self.unit_norm else 1.0)
 
     @property
@@ -110,16 +123,16 @@ class Mechanism:
 
     @property
     def step_event(self) -> Event:
-        """What one step costs."""
+        """The cost of one step."""
         return Event(sample_rate=self.sample_rate, noise_multiplier=self.noise_multiplier)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Mechanism:
-        """The inverse of ``to_dict``; refuses unknown and missing fields."""
+        """Invert ``to_dict``; raises ``ArgumentError`` for unknown and missing fields."""
         try:
             return Mechanism(**values)
         except TypeError as error:
@@ -129,7 +142,13 @@ class Mechanism:
 @final
 @dataclass(frozen=True, kw_only=True)
 class OrdinarySampling:
-    """What a run without privacy draws. It has no clip, no noise and no guarantee, so nothing can account for it."""
+    """The sampling of a run without privacy. It has no clipping, no noise and no guarantee, so no epsilon follows.
+
+    Attributes:
+        num_units: units in the data.
+        expected_batch_size: expected units per step, at most ``num_units``.
+        steps: steps of the run.
+    """
 
     num_units: int
     expected_batch_size: float
@@ -155,7 +174,15 @@ class OrdinarySampling:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Guarantee:
-    """A proved upper bound: never an epsilon without its delta, adjacency, unit and accountant."""
+    """A proved upper bound: never an epsilon without its delta, adjacency, unit and accountant.
+
+    Attributes:
+        epsilon: the bound.
+        delta: the probability that it does not cover.
+        adjacency: which datasets are neighbours.
+        accountant: the method that proved it.
+        privacy_unit: what is protected.
+    """
 
     epsilon: float
     delta: float

@@ -1,4 +1,4 @@
-"""Named random streams, each indexed by step: no two steps share a word, and resuming replays nothing.
+"""Keys and random streams: one secret per run, one named stream per purpose, indexed by step.
 
 A stream's key is HMAC-SHA256(secret, context, stream name, index). The context binds the secret to one run,
 one configuration and one dataset, so that a fork of a run can't repeat its noise.
@@ -31,6 +31,11 @@ _ZEROS = memoryview(bytes(_PIECE))
 class Keys:
     """The secret of a run and what it is bound to.
 
+    Attributes:
+        secret: 32 bytes, never released.
+        context: what the keys are bound to.
+        hand_seeded: whether the secret comes from a number; such a run is not for release.
+
     Guarantee: keys of different context, stream or index are independent up to the security of HMAC-SHA256.
     """
 
@@ -44,47 +49,47 @@ class Keys:
 
     @staticmethod
     def from_os_entropy(context: str = "") -> Keys:
-        """A fresh secret from the operating system: the only kind that may back a release."""
+        """Draw a fresh secret from the operating system: the only kind that may back a release."""
         return Keys(secrets.token_bytes(SECRET_BYTES), context)
 
     @staticmethod
     def from_seed(seed: int, context: str = "") -> Keys:
-        """A secret made from a number, for tests and repeatable experiments; never for release."""
+        """Make a secret from a number, for tests and repeatable experiments; never for release."""
         secret = hashlib.sha256(b"dpvision hand seed " + str(seed).encode()).digest()
         return Keys(secret, context, hand_seeded=True)
 
     def bind(self, *facts: str) -> Keys:
-        """The same secret bound to ``facts`` (run, configuration, data, fork) instead of its old context."""
+        """Return the same secret bound to ``facts`` (run, configuration, data, fork) instead of its old context."""
         return replace(self, context=hashlib.sha256(_frame(*facts)).hexdigest())
 
     def derive(self, stream: Stream, *index: int | str) -> bytes:
-        """The 256-bit key of one stream at one index, such as ``derive("sampling", step)``."""
+        """Return the 256-bit key of one stream at one index, such as ``derive("sampling", step)``."""
         message = _frame("dpvision/1", self.context, stream, *map(str, index))
         return hmac.new(self.secret, message, hashlib.sha256).digest()
 
     def bits(self, count: int, stream: Stream, *index: int | str) -> NDArray[np.uint64]:
-        """``count`` uniform 64-bit words of one stream."""
+        """Return ``count`` uniform 64-bit words of one stream."""
         return random_words(self.derive(stream, *index), count)
 
     def bits_by_unit(
-        self, owners: NDArray[np.int64], count: int, stream: Stream, *index: int | str
+        self, units: NDArray[np.int64], count: int, stream: Stream, *index: int | str
     ) -> NDArray[np.uint64]:
-        """``count`` uniform 64-bit words for each owner, of its own part of one stream: nobody else moves them."""
-        return words_by_unit(self.derive(stream, *index), owners, count)
+        """Return ``count`` uniform words for each unit, from its own part of one stream: shape (units, count)."""
+        return words_by_unit(self.derive(stream, *index), units, count)
 
     def seed(self, stream: Stream, *index: int | str) -> int:
-        """A 63-bit seed for generators that are not part of the guarantee (initial weights, views)."""
+        """Return a 63-bit seed for generators that are not part of the guarantee (initial weights, views)."""
         return int.from_bytes(self.derive(stream, *index)[:8], "big") >> 1
 
 
 class WordStream:
-    """The AES-256-CTR key stream of a key, counter from zero, as 64-bit words: every word is given out once."""
+    """The AES-256-CTR key stream of a key, counter from zero, as 64-bit words. Every word is returned once."""
 
     def __init__(self, key: bytes) -> None:
         self._encryptor = Cipher(algorithms.AES(key), modes.CTR(_FIRST_COUNTER)).encryptor()
 
     def take(self, count: int) -> NDArray[np.uint64]:
-        """The next ``count`` words."""
+        """Return the next ``count`` words."""
         words = np.empty(count, dtype="<u8")
         stream = words.view(np.uint8).data
         # In pieces that stay in the cache: faster than one long call, and the same bytes.
@@ -95,7 +100,7 @@ class WordStream:
 
 
 def random_words(key: bytes, count: int) -> NDArray[np.uint64]:
-    """The first ``count`` words of the stream of ``key``."""
+    """Return the first ``count`` words of the stream of ``key``."""
     return WordStream(key).take(count)
 
 
@@ -111,6 +116,6 @@ def words_by_unit(key: bytes, owners: NDArray[np.int64], count: int) -> NDArray[
 
 
 def _frame(*parts: str) -> bytes:
-    """Length-prefixed concatenation: no two lists of parts give the same bytes."""
+    """Concatenate with length prefixes: no two lists of parts give the same bytes."""
     encoded = [part.encode() for part in parts]
     return b"".join(len(part).to_bytes(8, "big") + part for part in encoded)

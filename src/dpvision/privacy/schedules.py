@@ -20,7 +20,13 @@ _LEAST_IMPROVEMENT = 1e-4  # relative, as in torch's ReduceLROnPlateau
 
 @final
 class Schedule:
-    """The learning rate of each step. Only a plateau schedule has state: what was reported to it."""
+    """The learning rate of each step. Only a plateau schedule has state: the metrics reported to it.
+
+    Args:
+        settings: the kind of schedule.
+        base_rate: the optimizer's learning rate, above zero.
+        total_steps: the steps of the whole run.
+    """
 
     def __init__(self, settings: ScheduleSettings, *, base_rate: float, total_steps: int) -> None:
         problems = Problems()
@@ -35,7 +41,7 @@ class Schedule:
         self._reductions = 0
 
     def learning_rate(self, step: int) -> float:
-        """The rate used at ``step``, counted from zero."""
+        """Return the rate used at ``step``, counted from zero."""
         if type(step) is not int or step < 0:
             raise ArgumentError(f"step must be a whole number >= 0, got {step!r}.")
         warmup = self._settings.warmup_steps
@@ -55,7 +61,7 @@ class Schedule:
         return 1.0
 
     def report_public_metric(self, value: float) -> None:
-        """Feed the plateau schedule; every other kind ignores it. A value that is not a number is no improvement.
+        """Feed the plateau schedule; every other kind ignores it. NaN is not an improvement.
 
         Guarantee: none of its own; the settings have declared (``public_metric``) that ``value`` is public.
         """
@@ -75,7 +81,7 @@ class Schedule:
         return value < best * (1 - _LEAST_IMPROVEMENT)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, as plain values."""
+        """Return what a resumed run needs, as plain values."""
         return {
             "best": self._best,
             "reports_since_best": self._reports_since_best,
@@ -83,7 +89,7 @@ class Schedule:
         }
 
     def load_state(self, values: dict[str, Any]) -> None:
-        """The inverse of ``state``."""
+        """Continue from ``state``."""
         self._best = values["best"]
         self._reports_since_best = values["reports_since_best"]
         self._reductions = values["reductions"]
@@ -91,7 +97,12 @@ class Schedule:
 
 @final
 class Average:
-    """A second set of parameters that follows the first. It begins as a copy of the initial ones."""
+    """A second set of parameters that follows the first: post-processing, without privacy cost.
+
+    Args:
+        settings: the kind of average.
+        parameters: the initial parameters, which are copied.
+    """
 
     def __init__(self, settings: AveragingSettings, parameters: Mapping[str, Tensor]) -> None:
         self._settings = settings
@@ -99,7 +110,7 @@ class Average:
         self.values: dict[str, Tensor] = {name: value.detach().clone() for name, value in kept.items()}
 
     def kept_share(self, step: int) -> float:
-        """How much of the average survives the update of ``step``. Before ``start_step`` it is a plain copy."""
+        """Return the weight of the old average in the update of ``step``; zero before ``start_step``."""
         update = step - self._settings.start_step
         if update < 0:
             return 0.0
@@ -109,7 +120,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, parameters: Mapping[str, Tensor], step: int) -> None:
-        """Take in the parameters that ``step`` left."""
+        """Include the parameters after ``step``."""
         share = self.kept_share(step)
         for name, average in self.values.items():
             average.lerp_(parameters[name].detach(), 1 - share)
