@@ -467,7 +467,7 @@ def test_standardised_filters_that_are_made_again_change_no_bit(per_unit: int, m
     monkeypatch.setattr(CachedWSConv2d, "cache_limits", CacheLimits(0, 0))
     assert fused_copy_of(model, Rows(x, y, per_unit)) is not None
     again = sums(model, Rows(x, y, per_unit), NATIVE)
-    assert len(made) == 5  # forward and backward of three layers, but nobody asks for the gradient of pictures
+    assert len(made) == 5  # forward and backward of three layers, but nobody asks for the gradient of images
     assert all(torch.equal(kept[name], again[name]) for name in kept)
     assert relative_error(again, sums(model, Rows(x, y, per_unit), PLAIN)) <= TOLERANCE
 

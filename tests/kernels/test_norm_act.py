@@ -69,7 +69,7 @@ def cases() -> list[Case]:
     return found
 
 
-def picture(rows: int, channels: int, size: tuple[int, int], *, seed: int = 0) -> Tensor:
+def image(rows: int, channels: int, size: tuple[int, int], *, seed: int = 0) -> Tensor:
     """Channels-last, on a grid of 1/32: equal values tie exactly, and unequal ones do not tie by rounding."""
     height, width = size
     x = torch.empty_strided((rows, channels, height, width), (channels * height * width, 1, width * channels, channels))
@@ -125,9 +125,9 @@ def error(got: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_output_and_gradients_are_those_of_float64_torch(case: Case) -> None:
-    x, (gamma, beta) = picture(3, case.channels, case.size), affine(case.channels)
-    residual = picture(3, case.channels, case.shape_of_output, seed=1)
-    dy = picture(3, case.channels, case.shape_of_output, seed=2)
+    x, (gamma, beta) = image(3, case.channels, case.size), affine(case.channels)
+    residual = image(3, case.channels, case.shape_of_output, seed=1)
+    dy = image(3, case.channels, case.shape_of_output, seed=2)
     y, _, _ = by_kernel(case, x, gamma, beta, residual)
     wanted = by_torch(case, x.double(), gamma.double(), beta.double()) + residual.double()
     assert error(y, wanted) < TOLERANCE
@@ -141,7 +141,7 @@ def test_output_and_gradients_are_those_of_float64_torch(case: Case) -> None:
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_no_gamma_and_beta_means_one_and_zero(norm_first: bool) -> None:
     case = Case(12, 3, (5, 4), "mish", norm_first, False)
-    x, dy = picture(2, 12, (5, 4)), picture(2, 12, (5, 4), seed=2)
+    x, dy = image(2, 12, (5, 4)), image(2, 12, (5, 4), seed=2)
     one, zero = torch.ones(12), torch.zeros(12)
     for got, wanted in zip(by_kernel(case, x, None, None), by_kernel(case, x, one, zero), strict=True):
         assert torch.equal(got, wanted)
@@ -165,14 +165,14 @@ def test_activations_are_right_from_tiny_to_huge_values(activation: str) -> None
 @pytest.mark.parametrize("activation", list(FUNCTIONS))
 def test_a_large_offset_costs_no_more_digits_than_in_torch(activation: str) -> None:
     case = Case(16, 4, (17, 16), activation, True, False)
-    x, (gamma, beta) = picture(2, 16, (17, 16)) + 1000.0, affine(16)
+    x, (gamma, beta) = image(2, 16, (17, 16)) + 1000.0, affine(16)
     exact = by_torch(case, x.double(), gamma.double(), beta.double())
     ours, torchs = by_kernel(case, x, gamma, beta)[0], by_torch(case, x, gamma, beta)
     assert error(ours, exact) <= max(error(torchs, exact), 1e-6)
 
 
 def test_statistics_keep_their_digits_under_a_huge_offset() -> None:
-    x = picture(2, 16, (20, 20)) + 4096.0  # the grid of 1/32 is still exact in float32
+    x = image(2, 16, (20, 20)) + 4096.0  # the grid of 1/32 is still exact in float32
     _, mean_NG, rstd_NG = by_kernel(Case(16, 4, (20, 20), "none", True, False), x, None, None)
     groups = x.double().unflatten(1, (4, 4)).flatten(2).reshape(2, 4, -1)
     assert torch.equal(mean_NG, groups.mean(2).float())
@@ -185,8 +185,8 @@ def test_statistics_keep_their_digits_under_a_huge_offset() -> None:
 def test_a_row_that_is_not_finite_says_so_and_touches_no_other(bad: float, pool: bool, activation: str) -> None:
     for norm_first in (True, False):
         case = Case(12, 3, (4, 5), activation, norm_first, pool)
-        x, (gamma, beta) = picture(3, 12, (4, 5)), affine(12)
-        dy = picture(3, 12, case.shape_of_output, seed=2)
+        x, (gamma, beta) = image(3, 12, (4, 5)), affine(12)
+        dy = image(3, 12, case.shape_of_output, seed=2)
         clean = [*by_kernel(case, x, gamma, beta), *gradients(case, dy, x, gamma, beta)]
         x[1, 4, 0, 0] = bad
         hurt = [*by_kernel(case, x, gamma, beta), *gradients(case, dy, x, gamma, beta)]
@@ -202,22 +202,22 @@ def test_of_equal_values_in_a_window_the_first_gets_the_gradient(norm_first: boo
     case = Case(8, 8, (4, 4), "none", norm_first, True)
     x = torch.zeros(1, 8, 4, 4).contiguous(memory_format=torch.channels_last)
     x[:, :, 2:, 2:] = 1.0
-    dy, (gamma, beta) = picture(1, 8, (2, 2), seed=2), affine(8)
+    dy, (gamma, beta) = image(1, 8, (2, 2), seed=2), affine(8)
     wanted = gradients_by_torch(case, dy, x, gamma, beta)
     assert error(gradients(case, dy, x, gamma, beta)[0], wanted[0]) < TOLERANCE
 
 
 def test_chains_that_do_not_fit_are_refused() -> None:
-    x, plain = picture(2, 12, (4, 4)), Chain(3, 1e-5, "relu")
+    x, plain = image(2, 12, (4, 4)), Chain(3, 1e-5, "relu")
     assert norm_act.forward.takes(x, None, None, plain)
-    assert norm_act.forward.takes(picture(2, 12, (1, 1)), None, None, plain)
+    assert norm_act.forward.takes(image(2, 12, (1, 1)), None, None, plain)
     for wrong in [
         (x.contiguous(), None, None, plain),
         (x[0], None, None, plain),
         (x, None, None, replace(plain, groups=5)),
         (x, None, None, replace(plain, groups=0)),
-        (picture(2, 12, (1, 4)), None, None, replace(plain, pool=True)),
-        (x, None, None, plain, picture(2, 12, (2, 2))),
+        (image(2, 12, (1, 4)), None, None, replace(plain, pool=True)),
+        (x, None, None, plain, image(2, 12, (2, 2))),
         (x, torch.ones(11), None, plain),
         (x, None, torch.ones(11), plain),
     ]:
@@ -237,16 +237,16 @@ CHANNELS = [1, 3, 8, 13, 16, 67]
 BAD = (float("nan"), float("inf"), -float("inf"))
 
 
-def pictures(rows: int, channels: int, size: tuple[int, int], seed: int = 0) -> Tensor:
-    """Random pictures, channels-last in memory, with few different numbers: so that windows have equals."""
+def images(rows: int, channels: int, size: tuple[int, int], seed: int = 0) -> Tensor:
+    """Random images, channels-last in memory, with few different numbers: so that windows have equals."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, (rows, *size, channels), generator=generator).float().permute(0, 3, 1, 2)
 
 
 def output_like(x: Tensor, window: int, seed: int = 1) -> Tensor:
-    """Pictures of the size that a pool of ``x`` has."""
+    """Images of the size that a pool of ``x`` has."""
     height, width = (size - (3 - window) for size in x.shape[2:])
-    return pictures(x.shape[0], x.shape[1], (height, width), seed)
+    return images(x.shape[0], x.shape[1], (height, width), seed)
 
 
 def expected(x: Tensor, dy: Tensor, window: int) -> tuple[Tensor, Tensor]:
@@ -265,7 +265,7 @@ def expected(x: Tensor, dy: Tensor, window: int) -> tuple[Tensor, Tensor]:
 def test_output_and_gradient_are_those_of_pytorch_also_among_equals(
     window: int, size: tuple[int, int], channels: int, rows: int
 ) -> None:
-    x = pictures(rows, channels, size)
+    x = images(rows, channels, size)
     dy = output_like(x, window)
     y, index = norm_act.max_pool(x, window)
     dx = norm_act.max_pool_backward(dy, index, window)
@@ -280,7 +280,7 @@ def test_output_and_gradient_are_those_of_pytorch_also_among_equals(
 @pytest.mark.parametrize("window", [2, 3])
 @pytest.mark.parametrize("bad", BAD)
 def test_nan_and_infinity_win_and_lose_as_in_pytorch(bad: float, window: int) -> None:
-    x = pictures(4, 11, (6, 7))
+    x = images(4, 11, (6, 7))
     dy = output_like(x, window)
     x[torch.rand(x.shape, generator=torch.Generator().manual_seed(2)) < 0.2] = bad
     x[3] = bad
@@ -298,10 +298,10 @@ def test_the_index_says_which_of_nine_won() -> None:
 
 
 def test_images_and_indices_that_do_not_fit_are_refused() -> None:
-    x = pictures(2, 4, (5, 6))
+    x = images(2, 4, (5, 6))
     _, index = norm_act.max_pool(x, 3)
     wrong = [(bad, 3) for bad in (x.contiguous(), x[:, :2], x[:, :, ::2], x[0])]
-    wrong += [(thin, 2) for thin in (pictures(2, 4, (1, 6)), pictures(2, 4, (6, 1)))]
+    wrong += [(thin, 2) for thin in (images(2, 4, (1, 6)), images(2, 4, (6, 1)))]
     for arguments in [*wrong, (x, 4)]:
         with pytest.raises(ArgumentError, match="a window of 2 or 3 fits"):
             norm_act.max_pool(*arguments)
@@ -315,7 +315,7 @@ def test_images_and_indices_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize("true_layer", [nn.MaxPool2d(3, stride=1, padding=1), nn.MaxPool2d(2, stride=1)])
 @pytest.mark.parametrize("change", [lambda x: x, lambda x: x.contiguous(), lambda x: x.double(), lambda x: x[:0]])
 def test_the_layer_gives_what_pytorchs_gives_whatever_the_layout(change, true_layer: nn.MaxPool2d) -> None:
-    x = change(pictures(2, 5, (4, 6))).requires_grad_()
+    x = change(images(2, 5, (4, 6))).requires_grad_()
     found, true = (layer(x) for layer in (FastMaxPool(FastMaxPool.window_of(true_layer) or 0), true_layer))
     assert torch.equal(found, true)
     dy = torch.randint(-3, 4, found.shape).to(x.dtype)

@@ -123,7 +123,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 # ---- tails
 
 
-def test_tails_get_the_radius_that_they_are_given_and_nobody_else_does() -> None:
+def test_tails_get_the_radius_that_they_are_given_and_no_others_do() -> None:
     pairs = 3 * PIECE + 5
     words = KEYS.bits(2 * pairs, "noise", "tails")
     radius_words, angle_words = words[:pairs] >> np.uint64(1), words[pairs:]

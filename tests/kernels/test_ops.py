@@ -53,6 +53,7 @@ class Case:
     settings: Callable[[int], dict[str, Any]] = field(default=lambda _: {})
     per_row: bool = True  # outputs have rows, each of which depends on its own row alone
     no_rows: bool = True  # whether there may be none
+    many: int = ROWS  # rows from which on several threads work
 
     def run(self, arguments: list[Any], rows: int = ROWS) -> list[Tensor]:
         return list(flat(self.kernel(*arguments, **self.settings(rows))))
@@ -215,7 +216,7 @@ def plain_factors(
 
 
 CASES = {
-    "unit_squares": Case(unit_sums.unit_squares, lambda n: [normal(n, 37)], lambda x: x.square().sum(1)),
+    "unit_squares": Case(unit_sums.unit_squares, lambda n: [normal(n, 37)], lambda x: x.square().sum(1), many=2000),
     "clip_factors": Case(
         unit_sums.clip_factors,
         lambda n: [[factors(n), 10 * factors(n)], torch.rand(n) < 0.7],
@@ -228,6 +229,7 @@ CASES = {
         lambda n: [normal(3, 40, dtype=torch.float64), normal(n, 3, 40), factors(n)],
         lambda total, parts, factor: total + torch.tensordot(factor, parts, dims=1),
         per_row=False,
+        many=2000,
     ),
     "filter_order": Case(
         unit_sums._filter_order,
@@ -239,12 +241,14 @@ CASES = {
         unit_sums.narrow_linear,
         lambda n: [normal(n, 29), normal(3, 29), normal(3)],
         lambda x, weight, bias: (F.linear(x, weight, bias), x.square().sum(1)),
+        many=7000,
     ),
     "outer_sum": Case(
         unit_sums.outer_sum,
         lambda n: [normal(n, 29), normal(n, 3), factors(n)],
         lambda a, g, factor: (g * factor[:, None]).mT @ a,
         per_row=False,
+        many=7000,
     ),
     "window_gradients": Case(
         conv_gradients.window_gradients,
@@ -268,12 +272,13 @@ CASES = {
         plain_moments,
     ),
     "filter_moments": Case(
-        conv_gradients.filter_moments, lambda n: [normal(n, 4, 23), normal(4, 23)], plain_filter_moments
+        conv_gradients.filter_moments, lambda n: [normal(n, 4, 23), normal(4, 23)], plain_filter_moments, many=2000
     ),
     "pull_back": Case(
         conv_gradients.pull_back,
         lambda n: [normal(n, 4, 3, 3, dtype=torch.float64), normal(n, 36), tuple(normal(n) for _ in range(4))],
         plain_pull_back,
+        many=2000,
     ),
     "norm_act_forward": Case(
         norm_act.forward,
@@ -285,7 +290,7 @@ CASES = {
     "max_pool_2": Case(norm_act.max_pool, lambda n: [image(n, 9), 2], plain_pool),
     "max_pool_3_backward": Case(norm_act.max_pool_backward, lambda n: unpool_arguments(n, 3), plain_unpool),
     "max_pool_2_backward": Case(norm_act.max_pool_backward, lambda n: unpool_arguments(n, 2), plain_unpool),
-    "tanh": Case(norm_act.tanh, lambda n: [image(n, 9)], torch.tanh),
+    "tanh": Case(norm_act.tanh, lambda n: [image(n, 9)], torch.tanh, many=200),
     "winograd_convolve": Case(
         winograd.convolve,
         lambda n: [image(n, 21), winograd.transform(WEIGHT, backward=False), normal(18)],
@@ -347,8 +352,8 @@ def test_no_bit_depends_on_the_number_of_threads(case: Case) -> None:
     found = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        arguments = arguments_of(case)
-        found.append(bits([*case.run(arguments), *flat(arguments)]))
+        arguments = arguments_of(case, case.many)
+        found.append(bits([*case.run(arguments, case.many), *flat(arguments)]))
     assert found[0] == found[1] == found[2]
 
 

@@ -41,7 +41,7 @@ CASES = [
 ]
 
 
-def pictures(rows: int, colours: int, size: tuple[int, int]) -> Tensor:
+def images(rows: int, colours: int, size: tuple[int, int]) -> Tensor:
     """Pixels in 0..1."""
     return torch.rand(rows, colours, *size, generator=torch.Generator().manual_seed(rows))
 
@@ -55,31 +55,31 @@ def by_kernel(layer: Scattering, x_NCHW: Tensor) -> Tensor:
 @pytest.mark.parametrize(("size", "scales", "angles"), CASES)
 @pytest.mark.parametrize("colours", [1, 3])
 def test_it_is_the_plain_transform(size: tuple[int, int], scales: int, angles: int, colours: int) -> None:
-    layer, x = Scattering(size, scales=scales, angles=angles), pictures(5, colours, size)
+    layer, x = Scattering(size, scales=scales, angles=angles), images(5, colours, size)
     true = layer.double()(x.double())
     # Two Fourier transforms there and back in float32: about 3e-7 of the largest value. The plain way has as much.
     assert (by_kernel(layer.float(), x) - true).abs().max() < 1e-6 * true.abs().max()
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 11])
-def test_any_number_of_pictures_fits(rows: int) -> None:
-    layer, x = Scattering((8, 8)), pictures(rows, 3, (8, 8))
+def test_any_number_of_images_fits(rows: int) -> None:
+    layer, x = Scattering((8, 8)), images(rows, 3, (8, 8))
     torch.testing.assert_close(by_kernel(layer, x), layer(x), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_no_bit_depends_on_neighbours_or_threads(threads: int) -> None:
-    layer, x = Scattering((12, 16)), pictures(11, 2, (12, 16))
+    layer, x = Scattering((12, 16)), images(11, 2, (12, 16))
     torch.set_num_threads(threads)
     features = by_kernel(layer, x)
     torch.set_num_threads(1)
-    for picture, found in zip(x, features, strict=True):
-        assert torch.equal(by_kernel(layer, picture[None])[0], found)
+    for image, found in zip(x, features, strict=True):
+        assert torch.equal(by_kernel(layer, image[None])[0], found)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 3e38])
-def test_a_broken_picture_breaks_itself_alone(bad: float) -> None:
-    layer, x = Scattering((12, 16)), pictures(6, 2, (12, 16))
+def test_a_broken_image_breaks_itself_alone(bad: float) -> None:
+    layer, x = Scattering((12, 16)), images(6, 2, (12, 16))
     before = by_kernel(layer, x)
     x[4, 0, 5, 5] = bad
     after = by_kernel(layer, x)
@@ -90,8 +90,8 @@ def test_a_broken_picture_breaks_itself_alone(bad: float) -> None:
 
 
 @pytest.mark.parametrize("colours", [1, 2])
-def test_the_output_has_the_layout_of_the_picture(colours: int) -> None:
-    layer, x = Scattering((12, 16)), pictures(3, colours, (12, 16))
+def test_the_output_has_the_layout_of_the_image(colours: int) -> None:
+    layer, x = Scattering((12, 16)), images(3, colours, (12, 16))
     dense = by_kernel(layer, x)
     assert dense.is_contiguous()
     inside_out = laid_out(x)
@@ -102,9 +102,9 @@ def test_the_output_has_the_layout_of_the_picture(colours: int) -> None:
     assert torch.equal(by_kernel(layer, upside_down), by_kernel(layer, upside_down.contiguous()))
 
 
-def test_what_does_not_fit_goes_the_layers_own_way() -> None:
+def test_what_does_not_fit_goes_through_the_layer_itself() -> None:
     layer = Scattering((8, 8))
-    x = pictures(2, 1, (8, 8))
+    x = images(2, 1, (8, 8))
     for odd in (torch._neg_view(x), x.clone().requires_grad_()):
         assert not scatter.takes(odd, *layer.tables(), layer.padding)
         assert torch.equal(FastScattering(layer)(odd), layer(odd))
@@ -113,11 +113,11 @@ def test_what_does_not_fit_goes_the_layers_own_way() -> None:
     twice = Scattering((8, 8)).double()
     assert torch.equal(FastScattering(twice)(x.double()), twice(x.double()))
     with pytest.raises(ArgumentError, match="images must be"):
-        FastScattering(layer)(pictures(1, 1, (8, 9)))
+        FastScattering(layer)(images(1, 1, (8, 9)))
 
 
-def test_a_side_with_a_large_prime_factor_goes_the_layers_own_way() -> None:
-    layer, x = Scattering((130, 8), scales=1, angles=1), pictures(1, 1, (130, 8))
+def test_a_side_with_a_large_prime_factor_goes_through_the_layer_itself() -> None:
+    layer, x = Scattering((130, 8), scales=1, angles=1), images(1, 1, (130, 8))
     wavelets, _ = layer.tables()
     assert wavelets[0].shape[1] == 2 * 67
     assert not scatter.takes(x, *layer.tables(), layer.padding)
@@ -125,7 +125,7 @@ def test_a_side_with_a_large_prime_factor_goes_the_layers_own_way() -> None:
 
 
 def test_tables_that_do_not_belong_together_are_refused() -> None:
-    layer, x = Scattering((12, 16)), pictures(2, 1, (12, 16))
+    layer, x = Scattering((12, 16)), images(2, 1, (12, 16))
     wavelets, blurs = layer.tables()
     left, right, top, bottom = layer.padding
     wrong = [
@@ -148,15 +148,15 @@ def test_tables_that_do_not_belong_together_are_refused() -> None:
     odd = [torch.zeros(8, *sides) for sides in ((22, 24), (22, 24), (11, 12))]
     odd_blurs = [torch.zeros(shape) for shape in ((3, 22), (4, 24), (3, 11), (4, 12))]
     wrong.append((x, odd, odd_blurs, (left, right, 5, 5)))
-    for pictures_and_tables in wrong:
+    for images_and_tables in wrong:
         with pytest.raises(ArgumentError):
-            scatter(*pictures_and_tables)
+            scatter(*images_and_tables)
 
 
 @pytest.mark.parametrize("name", ["scatter_linear", "scatter_cnn"])
 def test_a_model_uses_it_and_has_the_same_clipped_sum(name: str) -> None:
     model = models.create(name, in_channels=3, num_classes=4, image_size=8)
-    batch = Rows(pictures(6, 3, (8, 8)), torch.arange(6) % 4, 1)
+    batch = Rows(images(6, 3, (8, 8)), torch.arange(6) % 4, 1)
     loss = nn.CrossEntropyLoss(reduction="none")
     plan = plan_for(model, loss, next(batch.microbatches(1)), Performance(kernels="native"))
     assert plan.fused_copy is not None
@@ -170,7 +170,7 @@ def test_a_model_uses_it_and_has_the_same_clipped_sum(name: str) -> None:
 
 def test_a_models_outputs_alone_come_from_it() -> None:
     model = models.create("scatter_linear", in_channels=1, num_classes=4, image_size=8).eval()
-    x = pictures(6, 1, (8, 8))
+    x = images(6, 1, (8, 8))
     with torch.no_grad(), fused_forward(model, x[:2]) as forward:
         assert forward is not model
         torch.testing.assert_close(forward(x), model(x), atol=1e-4, rtol=1e-4)

@@ -88,7 +88,7 @@ def parts(*rows: list[float]) -> list[Tensor]:
 
 @each_style
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_factors_are_those_of_the_plain_way(clipping: Clipping, count: int) -> None:
+def test_factors_are_those_of_plain_operations(clipping: Clipping, count: int) -> None:
     generator = torch.Generator().manual_seed(count)
     norms_sq = [torch.rand(37, generator=generator, dtype=torch.float64) * 10.0 ** (4 * i - 8) for i in range(count)]
     norms_sq[0][:3] = torch.tensor([0.0, 1e-300, 1e300], dtype=torch.float64)
@@ -110,7 +110,7 @@ def by_kernel(norms_sq: list[Tensor], real_U: Tensor, *, least: float = 0.0) -> 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1.1])
 @pytest.mark.parametrize("real", [True, False])
-def test_units_without_a_norm_are_left_to_the_plain_way(bad: float, *, real: bool) -> None:
+def test_units_without_a_norm_are_left_to_plain_operations(bad: float, *, real: bool) -> None:
     real_U = torch.tensor([True, real, True])
     assert by_kernel(parts([1.0, 1.0, 4.0], [0.0, bad, 0.0]), real_U) is None
 
@@ -124,7 +124,7 @@ def test_a_factor_that_floats_would_round_up_is_zero() -> None:
         assert factor_U.tolist() == pytest.approx([1e-10, 1e-37, 0.0, 0.0], abs=0.0)
 
 
-def test_other_norms_are_left_to_the_plain_way() -> None:
+def test_other_norms_are_left_to_plain_operations() -> None:
     real_U, good = torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.float64)
 
     assert by_kernel([good, good], real_U) is not None

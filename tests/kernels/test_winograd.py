@@ -23,8 +23,8 @@ CHANNELS = [(16, 16), (64, 32), (16, 20), (67, 64), (33, 17), (1, 16), (5, 3)]
 TOLERANCE = 1e-5
 
 
-def pictures(rows: int, channels: int, size: tuple[int, int], seed: int = 0) -> Tensor:
-    """Random pictures, channels-last in memory."""
+def images(rows: int, channels: int, size: tuple[int, int], seed: int = 0) -> Tensor:
+    """Random images, channels-last in memory."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, *size, channels, generator=generator).permute(0, 3, 1, 2)
 
@@ -61,7 +61,7 @@ def row_gradients(x_NCHW: Tensor, dy_NOHW: Tensor) -> Tensor:
 @pytest.mark.parametrize("channels", CHANNELS)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_convolution_is_that_of_pytorch(size: tuple[int, int], channels: tuple[int, int], rows: int) -> None:
-    x, weight = pictures(rows, channels[0], size), filters(*channels)
+    x, weight = images(rows, channels[0], size), filters(*channels)
     bias = torch.randn(channels[1], generator=torch.Generator().manual_seed(2))
     transformed = winograd.transform(weight, backward=False)
     for given in (bias, None):
@@ -76,7 +76,7 @@ def test_the_convolution_is_that_of_pytorch(size: tuple[int, int], channels: tup
 def test_with_backward_filters_the_convolution_is_the_input_gradient(
     size: tuple[int, int], channels: tuple[int, int]
 ) -> None:
-    dy, weight = pictures(3, channels[1], size), filters(*channels)
+    dy, weight = images(3, channels[1], size), filters(*channels)
     shape = (3, channels[0], *size)
     expected = conv2d_input(shape, weight.double(), dy.double(), padding=1)
     assert error(winograd.convolve(dy, winograd.transform(weight, backward=True), None), expected) <= TOLERANCE
@@ -89,7 +89,7 @@ def test_with_backward_filters_the_convolution_is_the_input_gradient(
 def test_filters_that_are_transformed_in_passing_give_the_same_bits(
     size: tuple[int, int], channels: tuple[int, int], rows: int, backward: bool
 ) -> None:
-    x, weight = pictures(rows, channels[1 if backward else 0], size), filters(*channels)
+    x, weight = images(rows, channels[1 if backward else 0], size), filters(*channels)
     bias = torch.randn(channels[0 if backward else 1], generator=torch.Generator().manual_seed(2))
     for given in (bias, None):
         expected = winograd.convolve(x, winograd.transform(weight, backward=backward), given)
@@ -104,7 +104,7 @@ def test_filters_that_are_transformed_in_passing_give_the_same_bits(
 def test_unit_gradients_are_those_of_pytorch(
     size: tuple[int, int], channels: tuple[int, int], units: int, rows_per_unit: int
 ) -> None:
-    x, dy = (pictures(units * rows_per_unit, count, size, seed) for seed, count in enumerate(channels))
+    x, dy = (images(units * rows_per_unit, count, size, seed) for seed, count in enumerate(channels))
     expected = row_gradients(x, dy).unflatten(0, (units, rows_per_unit)).sum(1)
     gradient, moments = winograd.unit_gradients(x, dy, None, units)
     assert error(gradient, expected) <= TOLERANCE
@@ -118,7 +118,7 @@ def test_unit_gradients_are_those_of_pytorch(
 def test_the_summed_gradient_is_the_weighted_sum_over_rows(
     size: tuple[int, int], channels: tuple[int, int], rows: int
 ) -> None:
-    x, dy = (pictures(rows, count, size, seed) for seed, count in enumerate(channels))
+    x, dy = (images(rows, count, size, seed) for seed, count in enumerate(channels))
     factor = torch.linspace(-0.5, 2.0, rows)
     expected = torch.einsum("n,n...->...", factor.double(), row_gradients(x, dy))
     assert error(summed(x, dy, factor), expected) <= TOLERANCE
@@ -126,7 +126,7 @@ def test_the_summed_gradient_is_the_weighted_sum_over_rows(
 
 def test_gradients_are_added_to_a_total_in_float64() -> None:
     """Numbers that a float32 total would have lost, and nothing but rounding of the added part itself."""
-    x, dy, factor = pictures(3, 33, (7, 9)), pictures(3, 17, (7, 9), 1), torch.tensor([0.5, -1.0, 2.0])
+    x, dy, factor = images(3, 33, (7, 9)), images(3, 17, (7, 9), 1), torch.tensor([0.5, -1.0, 2.0])
     before = torch.randn(3, 3, 33, 17, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 1e9
     total = before.clone()
     winograd.add_gradient(total, x, dy, factor)
@@ -136,7 +136,7 @@ def test_gradients_are_added_to_a_total_in_float64() -> None:
 
 def test_what_is_not_finite_in_one_channel_stays_in_that_channel_of_the_total() -> None:
     """Nor does it get behind the total: what a panel has beyond its channels is 0 · inf."""
-    x, dy = pictures(2, 5, (7, 9)), pictures(2, 3, (7, 9), 1)
+    x, dy = images(2, 5, (7, 9)), images(2, 3, (7, 9), 1)
     x[:, [1, 4]] = float("inf")
     memory = torch.zeros(3 * 3 * 5 * 3 + 64, dtype=torch.float64)
     total = memory[:-64].view(3, 3, 5, 3)
@@ -149,7 +149,7 @@ def test_what_is_not_finite_in_one_channel_stays_in_that_channel_of_the_total() 
 @pytest.mark.parametrize("channels", [(64, 48), (67, 64), (33, 17), (5, 3)])
 @pytest.mark.parametrize("size", SIZES)
 def test_moments_are_those_of_the_gradient_that_is_returned(size: tuple[int, int], channels: tuple[int, int]) -> None:
-    x, dy = (pictures(6, count, size, seed) for seed, count in enumerate(channels))
+    x, dy = (images(6, count, size, seed) for seed, count in enumerate(channels))
     z = torch.randn(3, 3, *channels, generator=torch.Generator().manual_seed(2))
     gradient, moments = winograd.unit_gradients(x, dy, z, 3)
     exact = gradient.double().flatten(1, 3)
@@ -166,7 +166,7 @@ def test_moments_are_those_of_the_gradient_that_is_returned(size: tuple[int, int
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_row_with_factor_zero_contributes_nothing_whatever_it_holds(bad: float) -> None:
-    x, dy = pictures(3, 16, (7, 9)), pictures(3, 32, (7, 9), 1)
+    x, dy = images(3, 16, (7, 9)), images(3, 32, (7, 9), 1)
     factor = torch.tensor([0.5, 0.0, 2.0])
     expected = summed(x, dy, factor)
     x[1], dy[1] = bad, bad
@@ -175,13 +175,13 @@ def test_a_row_with_factor_zero_contributes_nothing_whatever_it_holds(bad: float
 
 
 def test_a_row_with_another_factor_is_not_hidden() -> None:
-    x, dy = pictures(2, 16, (5, 5)), pictures(2, 16, (5, 5), 1)
+    x, dy = images(2, 16, (5, 5)), images(2, 16, (5, 5), 1)
     x[1] = float("nan")
     assert summed(x, dy, torch.ones(2)).isnan().all()
 
 
 def test_gradients_can_go_into_memory_that_is_there_already() -> None:
-    x, dy = pictures(4, 32, (9, 6)), pictures(4, 16, (9, 6), 1)
+    x, dy = images(4, 32, (9, 6)), images(4, 16, (9, 6), 1)
     expected, moments = winograd.unit_gradients(x, dy, None, 2)
     memory = torch.full((2, 3, 3, 32, 16), float("nan"))
     found, found_moments = winograd.unit_gradients(x, dy, None, 2, into_UKKIO=memory)
@@ -191,7 +191,7 @@ def test_gradients_can_go_into_memory_that_is_there_already() -> None:
 
 
 def test_one_units_values_do_not_reach_another_unit() -> None:
-    x, dy = pictures(3, 32, (9, 6)), pictures(3, 32, (9, 6), 1)
+    x, dy = images(3, 32, (9, 6)), images(3, 32, (9, 6), 1)
     expected, moments = winograd.unit_gradients(x, dy, None, 3)
     x[1] = float("nan")
     found, found_moments = winograd.unit_gradients(x, dy, None, 3)
@@ -208,7 +208,7 @@ def test_one_units_values_do_not_reach_another_unit() -> None:
 def test_results_do_not_depend_on_the_number_of_threads(
     rows: int, channels: tuple[int, int], size: tuple[int, int]
 ) -> None:
-    x, dy, weight = pictures(rows, channels[0], size), pictures(rows, channels[1], size, 1), filters(*channels)
+    x, dy, weight = images(rows, channels[0], size), images(rows, channels[1], size, 1), filters(*channels)
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -223,7 +223,7 @@ def test_results_do_not_depend_on_the_number_of_threads(
 
 
 def test_a_rows_output_does_not_depend_on_the_rows_beside_it() -> None:
-    x, weight = pictures(17, 32, (9, 10)), filters(32, 16)
+    x, weight = images(17, 32, (9, 10)), filters(32, 16)
     for given in (winograd.transform(weight, backward=False), winograd.RawFilters(weight, False)):
         together = winograd.convolve(x, given, None)
         assert torch.equal(together, torch.cat([winograd.convolve(row[None], given, None) for row in x]))
@@ -235,7 +235,7 @@ def test_filters_may_lie_in_memory_in_any_order() -> None:
     for backward in (False, True):
         expected = winograd.transform(weight, backward=backward)
         assert torch.equal(winograd.transform(turned, backward=backward).values, expected.values)
-        x = pictures(2, 16 if backward else 32, (5, 6))
+        x = images(2, 16 if backward else 32, (5, 6))
         assert torch.equal(
             winograd.convolve(x, winograd.RawFilters(turned, backward), None), winograd.convolve(x, expected, None)
         )
@@ -257,7 +257,7 @@ def test_kernels_take_any_number_of_channels_but_none() -> None:
 
 @pytest.mark.parametrize("channels", [(5, 3), (33, 17)])
 def test_nothing_beyond_a_pixels_channels_is_read_or_written(channels: tuple[int, int]) -> None:
-    """Pictures and gradients lie between NaNs, which must neither get in nor be overwritten."""
+    """Images and gradients lie between NaNs, which must neither get in nor be overwritten."""
     weight, border = filters(*channels), 64
 
     def bordered(*shape: int) -> tuple[Tensor, Tensor]:
@@ -286,7 +286,7 @@ def test_nothing_beyond_a_pixels_channels_is_read_or_written(channels: tuple[int
 
 
 def test_images_filters_and_totals_that_do_not_fit_are_refused() -> None:
-    x, transformed = pictures(2, 16, (4, 4)), winograd.transform(filters(16, 16), backward=False)
+    x, transformed = images(2, 16, (4, 4)), winograd.transform(filters(16, 16), backward=False)
     unfit = (x.contiguous(), x[:, :8], x[:, :, ::2], x[0])
     wrong_filters = (
         winograd.Filters(transformed.values, 17),
@@ -296,7 +296,7 @@ def test_images_filters_and_totals_that_do_not_fit_are_refused() -> None:
     )
     fit = (transformed, winograd.RawFilters(filters(16, 16), False))
     wrong: list[tuple[object, ...]] = [
-        *((winograd.convolve, bad, each, None) for bad in (*unfit, pictures(2, 32, (4, 4))) for each in fit),
+        *((winograd.convolve, bad, each, None) for bad in (*unfit, images(2, 32, (4, 4))) for each in fit),
         *((winograd.convolve, x, bad, None) for bad in wrong_filters),
         *((winograd.convolve, x, each, torch.zeros(32)) for each in fit),
         *((winograd.unit_gradients, bad, x, None, 2) for bad in unfit),
@@ -321,8 +321,8 @@ def test_images_filters_and_totals_that_do_not_fit_are_refused() -> None:
             winograd.transform(bad, backward=False)
 
 
-def test_a_picture_of_one_pixel_may_have_any_strides() -> None:
-    x, transformed = pictures(2, 16, (1, 1)), winograd.transform(filters(16, 16), backward=False)
+def test_an_image_of_one_pixel_may_have_any_strides() -> None:
+    x, transformed = images(2, 16, (1, 1)), winograd.transform(filters(16, 16), backward=False)
     assert torch.equal(
         winograd.convolve(x.clone().contiguous(), transformed, None), winograd.convolve(x, transformed, None)
     )
