@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from dpvision.data import load_images
-from dpvision.data.images import Looks, decode, look
+from dpvision.data.images import ImageHeader, decode, read_header
 from dpvision.errors import ArgumentError, DataError
 
 GRADIENT = np.linspace(0, 255, 12 * 10).reshape(12, 10).astype(np.uint8)
@@ -66,7 +66,7 @@ def test_every_kind_of_image_becomes_the_same_bytes(tmp_path: Path, name: str) -
     assert np.abs(colour - as_colour).max() <= tolerance
     # Making grey rounds once more.
     assert np.abs(grey - luma(as_colour)).max() <= tolerance + 1
-    assert look(tmp_path / name) == Looks(
+    assert read_header(tmp_path / name) == ImageHeader(
         12, 10, grey=name.split(".")[0] in {"grey", "bilevel", "sixteen", "long", "la"}
     )
 
@@ -105,7 +105,7 @@ def test_images_are_turned_upright_by_their_exif(tmp_path: Path, orientation: in
     Image.fromarray(np.ascontiguousarray(turned)).save(path, exif=exif)
     pixels = decode(path, image_shape=(1, 12, 20))[0].astype(float)
     assert np.abs(pixels - upright).mean() < LOSSY
-    assert (look(path).height, look(path).width) == (12, 20)
+    assert (read_header(path).height, read_header(path).width) == (12, 20)
 
 
 def test_odd_sizes_cover_the_shape_and_are_cropped_in_the_middle(tmp_path: Path) -> None:

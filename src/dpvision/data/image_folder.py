@@ -1,4 +1,7 @@
-"""A folder of class folders, or a folder with train/ and test/ (or val/) folders of class folders."""
+"""Folders of images: one folder per class, or train/ and test/ (or val/) folders of class folders.
+
+A class is the name of a folder. The shape of the images is the one asked for or follows from most of the headers.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from typing import final
 import numpy as np
 import torch
 
-from dpvision.data.images import SUFFIXES, Looks, decode_all, for_each, is_image, look
+from dpvision.data.images import SUFFIXES, ImageHeader, decode_all, for_each, is_image, read_header
 from dpvision.data.options import LoadOptions, Progress
 from dpvision.data.store import ImageStore
 from dpvision.data.units import TEST_FOLDERS, TRAIN_FOLDER, unit_names, unit_numbers
@@ -26,7 +29,14 @@ MAX_COMMON_SIDE = 256
 @final
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """The images below a folder of class folders, sorted by name. ``files`` are paths below ``root``."""
+    """The image files below a folder of class folders.
+
+    Attributes:
+        root: the folder.
+        class_names: the classes, in the order of their numbers.
+        files: paths below ``root``, sorted.
+        ignored: number of files that are not images.
+    """
 
     root: Path
     class_names: tuple[str, ...]
@@ -35,20 +45,26 @@ class Listing:
 
     @property
     def paths(self) -> list[Path]:
-        """Where the files lie."""
+        """The files' full paths."""
         return [self.root / file for file in self.files]
 
     @property
     def labels(self) -> torch.Tensor:
-        """The class of each file: its first folder."""
+        """The class number of each file, from its first folder."""
         number = {name: index for index, name in enumerate(self.class_names)}
         return torch.tensor([number[file.split("/")[0]] for file in self.files], dtype=torch.int64)
 
 
 def split_folders(root: Path) -> tuple[Path, Path | None]:
-    """Where the training images and the public test images lie.
+    """Find the folders of the training images and of the public test images.
 
-    Only a folder with nothing but split folders in it is one of splits: "train" may be a class of vehicles.
+    Args:
+        root: a folder that holds nothing but split folders (train, and test, val, valid or validation), or class
+            folders.
+            A folder with others beside "train" is one of classes: "train" may be a class of vehicles.
+
+    Returns:
+        The training folder, which is ``root`` itself if it has no split folders, and the test folder if there is one.
     """
     folders = _folders(root)
     if TRAIN_FOLDER not in folders or not set(folders) <= {TRAIN_FOLDER, *TEST_FOLDERS}:
@@ -58,7 +74,16 @@ def split_folders(root: Path) -> tuple[Path, Path | None]:
 
 
 def list_classes(root: Path, *, class_names: Sequence[str] | None = None, least: int = 2) -> Listing:
-    """The images of a folder of class folders. Classes are folder names, with or without images in them."""
+    """List the images of a folder of class folders.
+
+    Args:
+        root: the folder.
+        class_names: the classes of a model, in order; by default the names of the folders, with or without images.
+        least: smallest number of class folders, without ``class_names``.
+
+    Raises:
+        DataError: if there are too few class folders, unknown ones, or no images.
+    """
     found = _folders(root)
     if not found:
         raise DataError(f"{shown(root)} has no class folders: put the images of each class into a folder of its own.")
@@ -84,7 +109,19 @@ def load_listing(
     also_known: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ImageStore:
-    """The images of a listing as one store; units by the options."""
+    """Decode the images of a listing into one store.
+
+    Args:
+        listing: from ``list_classes``.
+        image_shape: channels, height and width of every image.
+        options: what is a unit, and whether bad images are skipped.
+        name: the store's name.
+        also_known: files of the test split, which a CSV of owners may mention too.
+        progress: called after each file.
+
+    Raises:
+        DataError: if images can't be decoded or the owner of a file is not known.
+    """
     units = unit_names(listing.files, options=options, also_known=also_known)
     names = [printable(file) for file in listing.files]
     images, good, bad = decode_all(
@@ -111,22 +148,26 @@ def load_listing(
 
 
 def shape_for(listing: Listing, options: LoadOptions, *, progress: Progress | None = None) -> tuple[int, int, int]:
-    """The shape that the images get: as asked for, or by what most of the headers say.
+    """Choose the shape of the images: as the options say, or as most of the headers say.
 
-    Most, not all: one odd image among many must not change what everybody can see of the run.
+    Most, not all, so that one odd image among many does not change what everyone can see of the run.
+
+    Returns:
+        Channels, height and width.
     """
     if options.size is not None and options.channels is not None:
         return options.channels, *options.size
-    looks = _looks(listing, skip_bad=options.skip_bad, progress=progress)
+    looks = _headers(listing, skip_bad=options.skip_bad, progress=progress)
     grey = 2 * sum(each.grey for each in looks) > len(looks)
     size = options.size or usual_size([(each.height, each.width) for each in looks])
     return options.channels or (1 if grey else 3), *size
 
 
-def _looks(listing: Listing, *, skip_bad: bool, progress: Progress | None) -> list[Looks]:
+def _headers(listing: Listing, *, skip_bad: bool, progress: Progress | None) -> list[ImageHeader]:
+    """Read the header of every image; bad ones are refused, or left out with ``skip_bad``."""
     paths = listing.paths
-    found = for_each(lambda row: look(paths[row]), len(paths), what="looking at images", progress=progress)
-    good = [each for each in found if isinstance(each, Looks)]
+    found = for_each(lambda row: read_header(paths[row]), len(paths), what="looking at images", progress=progress)
+    good = [each for each in found if isinstance(each, ImageHeader)]
     bad = [(file, each) for file, each in zip(listing.files, found, strict=True) if isinstance(each, str)]
     if bad and (not skip_bad or not good):
         raise DataError(
@@ -137,7 +178,7 @@ def _looks(listing: Listing, *, skip_bad: bool, progress: Progress | None) -> li
 
 
 def usual_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The size that more than half of the images have; else the largest usual square that half of them fill."""
+    """Choose the size of more than half of the images, or else the largest usual square that half of them fill."""
     size, count = Counter(sizes).most_common(1)[0]
     if 2 * count > len(sizes) and max(size) <= MAX_COMMON_SIDE:
         return size
@@ -147,6 +188,7 @@ def usual_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _folders(root: Path) -> list[str]:
+    """List the visible folders in ``root``, sorted."""
     if not root.is_dir():
         raise DataError(f"{shown(root)} is not a folder.")
     try:
@@ -156,7 +198,9 @@ def _folders(root: Path) -> list[str]:
 
 
 def files_below(folder: Path, *, prefix: str = "") -> list[str]:
-    """All files below ``folder`` but hidden ones, linked folders included, each real folder once."""
+    """List all visible files below ``folder`` as POSIX paths after ``prefix``; linked folders are followed once
+    each.
+    """
     files: list[str] = []
     seen: set[str] = set()
     for here, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
@@ -172,4 +216,5 @@ def files_below(folder: Path, *, prefix: str = "") -> list[str]:
 
 
 def _refuse(error: OSError) -> None:
+    """Turn an error of ``os.walk`` into a ``DataError``."""
     raise DataError(f"a folder can't be listed: {shown(error)}.") from error

@@ -1,8 +1,8 @@
-"""Numbers of any kind into bytes: intensities by a public window, masks by their rules.
+"""Image files and arrays into uint8 tensors of one shape: decoding, resizing, intensities and the values of masks.
 
-Images that are arrays already: other sizes and numbers of channels.
-
-Image files into bytes of one shape. A file is hostile until decoded: limits first, and every failure is named.
+A file is untrusted until it is decoded: its header is checked against limits first, and every failure is reported
+with the file's name. Arrays (from .npz files and volumes) take the same path from values to bytes and from one size to
+another.
 """
 
 from __future__ import annotations
@@ -37,9 +37,21 @@ BACKGROUND = "background"
 def windowed(
     values: NDArray[Any], window: tuple[float, float], *, slope: float = 1.0, intercept: float = 0.0
 ) -> NDArray[np.uint8]:
-    """Bytes: 0 at the window's lower end and below, 255 at its upper end and above. All zeros if it has no width.
+    """Map intensities to bytes by a window.
 
-    An intensity is ``slope`` times the value plus ``intercept``.
+    Args:
+        values: real numbers of any shape; the first axis is processed slice by slice.
+        window: the lowest and the highest intensity, which become 0 and 255; values outside are clamped. A window
+            without
+            width gives zeros.
+        slope: an intensity is ``slope`` times the value plus ``intercept``.
+        intercept: see ``slope``.
+
+    Returns:
+        uint8 of the same shape.
+
+    Raises:
+        BadFile: if the values are not real numbers, or not finite.
     """
     if values.dtype.kind not in "iuf":
         raise BadFile(f"intensities must be real numbers, got {values.dtype}")
@@ -56,7 +68,18 @@ def windowed(
 
 
 def mask_bytes(values: NDArray[Any], mask_classes: MaskClasses) -> NDArray[np.uint8]:
-    """The class of each pixel from the numbers of a mask: whole, not negative, and in "classes" mode few."""
+    """Turn the values of a mask into classes.
+
+    Args:
+        values: whole numbers >= 0, of any numeric type.
+        mask_classes: "merged" makes every value but 0 foreground; "classes" keeps the values as class numbers.
+
+    Returns:
+        uint8 of the same shape.
+
+    Raises:
+        BadFile: if the values are not such numbers, or a class number is ``MAX_CLASSES`` or more.
+    """
     if values.dtype.kind not in "biuf":
         raise BadFile(f"a mask must hold whole numbers, got {values.dtype}")
     if values.dtype.kind == "f" and not (np.isfinite(values).all() and (values == np.floor(values)).all()):
@@ -74,7 +97,7 @@ def mask_bytes(values: NDArray[Any], mask_classes: MaskClasses) -> NDArray[np.ui
 
 
 def mask_class_names(masks: Sequence[NDArray[Any]], mask_classes: MaskClasses) -> tuple[str, ...]:
-    """What the classes of masks are called that bring no names: by number, as many as the largest value needs."""
+    """Name the classes of masks that bring no names: by number, up to the largest value found."""
     if mask_classes == "merged":
         return BACKGROUND, "foreground"
     top = max((int(each.max(initial=0)) for each in masks), default=0)
@@ -87,7 +110,7 @@ GREY_WEIGHTS = (19595, 38470, 7471)
 
 
 def fit(store: ImageStore, options: LoadOptions) -> ImageStore:
-    """The store with the size and the channels that the options ask for; masks are resized with their images."""
+    """Bring a store to the size and the channels that the options ask for; masks are resized with their images."""
     size = options.size or store.image_shape[1:]
     images = resized(with_channels(store.images, options.channels), size, squash=options.squash)
     if images is store.images:
@@ -97,7 +120,7 @@ def fit(store: ImageStore, options: LoadOptions) -> ImageStore:
 
 
 def cover_box(height: int, width: int, size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """The largest central part (left, top, right, bottom) of an image that has the proportions of ``size``."""
+    """Find the largest central part (left, top, right, bottom) of an image that has the proportions of ``size``."""
     scale = min(height / size[0], width / size[1])
     box_height, box_width = size[0] * scale, size[1] * scale
     top, left = (height - box_height) / 2, (width - box_width) / 2
@@ -105,7 +128,7 @@ def cover_box(height: int, width: int, size: tuple[int, int]) -> tuple[float, fl
 
 
 def with_channels(images: Tensor, channels: int | None) -> Tensor:
-    """Grey images in colour, or the other way round."""
+    """Convert images (N, C, H, W) between grey and colour; None keeps the channels."""
     found = images.shape[1]
     if channels is None or channels == found:
         return images
@@ -117,13 +140,23 @@ def with_channels(images: Tensor, channels: int | None) -> Tensor:
 
 
 def _grey(images: Tensor) -> Tensor:
+    """Weigh the colours as Pillow does, so that an array and an image file give the same grey."""
     weights = torch.tensor(GREY_WEIGHTS, dtype=torch.int32).view(1, 3, 1, 1)
     total = (images.to(torch.int32) * weights).sum(1, keepdim=True, dtype=torch.int32)
     return ((total + 0x8000) >> 16).to(torch.uint8)
 
 
 def resized(images_NCHW: Tensor, size: tuple[int, int], *, squash: bool) -> Tensor:
-    """Images scaled to cover ``size`` and cropped in the middle, or squashed to it."""
+    """Resize images (N, C, H, W).
+
+    Args:
+        images_NCHW: uint8 images.
+        size: height and width in pixels.
+        squash: scale to ``size`` exactly, instead of covering it and cropping the middle.
+
+    Returns:
+        uint8 images, bilinear with antialiasing.
+    """
     if tuple(images_NCHW.shape[2:]) == size:
         return images_NCHW
     if not len(images_NCHW):
@@ -132,7 +165,9 @@ def resized(images_NCHW: Tensor, size: tuple[int, int], *, squash: bool) -> Tens
 
 
 def resized_masks(masks_NHW: Tensor, size: tuple[int, int], *, squash: bool) -> Tensor:
-    """The same for numbers of classes: each pixel takes the class of the nearest one."""
+    """Resize masks (N, H, W) as ``resized`` does images: each pixel takes the class of the nearest one, never a
+    mixture.
+    """
     height, width = masks_NHW.shape[1:]
     cover, (top, left) = _cover(height, width, size, squash=squash)
     # Where the middle of each new pixel lies among the old ones.
@@ -151,7 +186,7 @@ def _resized_chunk(images: Tensor, size: tuple[int, int], *, squash: bool) -> Te
 
 
 def _cover(height: int, width: int, size: tuple[int, int], *, squash: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The size to scale to, which covers ``size``, and the corner of the crop in its middle."""
+    """Return the size to scale to, which covers ``size``, and the corner of the crop in its middle."""
     scale = max(size[0] / height, size[1] / width)
     cover = size if squash else (max(size[0], round(height * scale)), max(size[1], round(width * scale)))
     return cover, ((cover[0] - size[0]) // 2, (cover[1] - size[1]) // 2)
@@ -183,8 +218,8 @@ Result = TypeVar("Result")
 
 @final
 @dataclass(frozen=True)
-class Looks:
-    """What an image's header says."""
+class ImageHeader:
+    """Size in pixels and kind of an image, as its header states them."""
 
     height: int
     width: int
@@ -192,23 +227,32 @@ class Looks:
 
 
 def is_image(path: Path) -> bool:
-    """Whether the name is that of an image; hidden files are none."""
+    """Whether the file's name ends like that of an image; hidden files do not count."""
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
 
 
-def look(path: Path) -> Looks:
-    """Size and kind of an image, from its header."""
+def read_header(path: Path) -> ImageHeader:
+    """Read the size and the kind of an image without decoding its pixels. The EXIF orientation is applied."""
     with opened(path) as image:
         width, height = image.size
         if _orientation(image) >= 5:
             width, height = height, width
-        return Looks(height, width, image.mode in GREY_MODES)
+        return ImageHeader(height, width, image.mode in GREY_MODES)
 
 
 def decode(path: Path, *, image_shape: tuple[int, int, int], squash: bool = False) -> NDArray[np.uint8]:
-    """One image as bytes (C, H, W): turned upright, made grey or colour, scaled to cover the shape and cropped.
+    """Decode one image file.
 
-    Transparent parts are laid over black; 16-bit values are scaled from their full range.
+    Args:
+        path: the file.
+        image_shape: channels (1 or 3), height and width of the result.
+        squash: scale to that size exactly, instead of covering it and cropping the middle.
+
+    Returns:
+        uint8 (C, H, W), upright. Transparent parts are laid over black; 16-bit values are scaled from their full range.
+
+    Raises:
+        BadFile: if the file is not a usable image; decoders may raise other exceptions too.
     """
     channels, *size = image_shape
     with opened(path) as image:
@@ -219,13 +263,13 @@ def decode(path: Path, *, image_shape: tuple[int, int, int], squash: bool = Fals
 
 
 def upright(flat: Image.Image, image: Image.Image) -> Image.Image:
-    """``flat`` turned as the EXIF orientation of ``image``, which it was made of, asks for."""
+    """Turn ``flat`` as the EXIF orientation of ``image``, from which it was made, asks for."""
     turn = _TURNS.get(_orientation(image))
     return flat if turn is None else flat.transpose(turn)
 
 
 def scaled(flat: Image.Image, size: tuple[int, int], *, squash: bool, method: Image.Resampling) -> Image.Image:
-    """Scaled to cover (height, width) and cropped in the middle, or squashed to it."""
+    """Scale an image to cover (height, width) and crop the middle, or squash it to that size."""
     if (flat.height, flat.width) == size:
         return flat
     box = (0, 0, flat.width, flat.height) if squash else cover_box(flat.height, flat.width, size)
@@ -240,10 +284,21 @@ def for_each(
     progress: Progress | None = None,
     workers: int = MAX_WORKERS,
 ) -> list[Result | str]:
-    """``work`` on every number below ``count`` in a few threads, in order: its result, or why the file is bad."""
+    """Call ``work`` for every number below ``count`` in a few threads.
+
+    Args:
+        work: reads one file, given its number.
+        count: how many files there are.
+        what: the name of the work, for ``progress``.
+        progress: called after each file, in order.
+        workers: most threads at a time.
+
+    Returns:
+        For each number, in order, the result, or a text that says why the file can't be used.
+    """
     workers = min(workers, os.cpu_count() or 1)
     results: list[Result | str] = []
-    with _pillow_manners(), ThreadPoolExecutor(workers, thread_name_prefix="dpvision-images") as pool:
+    with _strict_pillow(), ThreadPoolExecutor(workers, thread_name_prefix="dpvision-images") as pool:
         try:
             for result in pool.map(lambda row: _tried(work, row), range(count)):
                 results.append(result)
@@ -263,7 +318,23 @@ def decode_all(
     skip_bad: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Tensor, list[int], tuple[tuple[str, str], ...]]:
-    """Images as one uint8 tensor, which of the paths they are, and what was skipped and why."""
+    """Decode many image files in parallel.
+
+    Args:
+        paths: the files.
+        names: what to call them in messages.
+        image_shape: channels, height and width of every image.
+        squash: see ``decode``.
+        skip_bad: leave out files that can't be decoded, instead of refusing all.
+        progress: called after each file.
+
+    Returns:
+        The images as uint8 (N, C, H, W); the numbers of the files that they come from; (name, reason) of the skipped
+        ones.
+
+    Raises:
+        DataError: if files can't be decoded and ``skip_bad`` is off, or if the images do not fit into memory.
+    """
     pixels = _reserved(len(paths), image_shape)
 
     def fill(row: int) -> None:
@@ -288,9 +359,21 @@ def load_images(
     skip_bad: bool = False,
     progress: Progress | None = None,
 ) -> tuple[Tensor, tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Images, and all images below folders, as uint8 (N, C, H, W); their names; and (name, reason) of the skipped.
+    """Load image files, and all images below folders.
 
-    A file that is named is tried whatever its suffix; below a folder only files with an image's suffix count.
+    Args:
+        paths: files, which are decoded whatever their suffix, or folders, in which the suffix decides.
+        image_shape: channels (1 or 3), height and width of every image.
+        squash: see ``decode``.
+        skip_bad: leave out files that can't be decoded, instead of refusing all.
+        progress: called after each file.
+
+    Returns:
+        The images as uint8 (N, C, H, W); their names; (name, reason) of the skipped ones.
+
+    Raises:
+        DataError: if there are no images or some can't be decoded.
+        ArgumentError: if ``image_shape`` is not possible.
     """
     found = []
     for path in paths:
@@ -306,6 +389,7 @@ def load_images(
 
 
 def _expanded(path: Path) -> list[Path]:
+    """List the images below a folder, sorted, or the file itself."""
     if path.is_dir():
         return sorted(file for file in path.rglob("*") if is_image(file) and file.is_file())
     if not path.exists():
@@ -314,6 +398,7 @@ def _expanded(path: Path) -> list[Path]:
 
 
 def _reserved(rows: int, image_shape: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """Allocate zeros for all images after checking that they fit into memory."""
     if len(image_shape) != 3 or image_shape[0] not in (1, 3) or min(image_shape) < 1:
         raise ArgumentError(f"image_shape must be (1 or 3, height, width), got {image_shape}.")
     what = f"{rows} images of {image_shape}"
@@ -323,6 +408,7 @@ def _reserved(rows: int, image_shape: tuple[int, int, int]) -> NDArray[np.uint8]
 
 
 def _tried(work: Callable[[int], Result], row: int) -> Result | str:
+    """Call ``work`` and return its result, or the reason why the file is bad."""
     try:
         return work(row)
     except (BadFile, DataError) as error:
@@ -332,8 +418,10 @@ def _tried(work: Callable[[int], Result], row: int) -> Result | str:
 
 
 @contextmanager
-def _pillow_manners() -> Iterator[None]:
-    """Bombs are errors and other remarks about files are silent, for all threads; set once, around the pool."""
+def _strict_pillow() -> Iterator[None]:
+    """Make decompression bombs errors and silence other warnings of Pillow, in all threads; set once, around the
+    pool.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"PIL(\.|$)")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
@@ -342,7 +430,7 @@ def _pillow_manners() -> Iterator[None]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Image.Image]:
-    """An image whose header is within limits; its pixels are not decoded yet."""
+    """Open an image file and check its header against the limits; its pixels are not decoded yet."""
     # By its content, not by its name: Pillow maps a named raw TIFF into memory and garbles it when it is turned.
     with open_regular(path) as file, _identified(file) as image:
         if image.width * image.height > MAX_PIXELS:
@@ -355,6 +443,7 @@ def opened(path: Path) -> Iterator[Image.Image]:
 
 
 def _identified(file: BinaryIO) -> Image.Image:
+    """Recognise the format by the content, or raise ``BadFile``."""
     try:
         return Image.open(file, formats=FORMATS)
     except UnidentifiedImageError as error:
@@ -365,6 +454,7 @@ def _identified(file: BinaryIO) -> Image.Image:
 
 def _orientation(image: Image.Image) -> int:
     # Pillow turns a TIFF by itself. A PNG tells its EXIF only after decoding unless it comes first.
+    """Read the EXIF orientation, 1 to 8."""
     if image.format == "TIFF" or (image.format == "PNG" and "exif" not in image.info):
         return 1
     value: Any = image.getexif().get(_ORIENTATION_TAG, 1)
@@ -372,7 +462,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _flattened(image: Image.Image) -> Image.Image:
-    """8 bits, no transparency."""
+    """Convert an image to 8 bits without transparency."""
     if image.mode == "F":
         raise BadFile("floating-point pixels, whose range nobody knows; store 8 or 16 bits")
     if image.mode in SIXTEEN_BIT:
@@ -384,6 +474,7 @@ def _flattened(image: Image.Image) -> Image.Image:
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
+    """Scale 16-bit values from their full range to bytes."""
     values = np.asarray(image).astype(np.int32)
     if values.min() < 0 or values.max() > 65535:
         raise BadFile("pixels outside 16 bits")

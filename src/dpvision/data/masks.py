@@ -1,6 +1,7 @@
-"""Mask images: one class for each pixel, by its number, and never a mixture of two.
+"""Segmentation data: images or volumes and their masks, matched by file name, as one store with a class for each pixel.
 
-Images and their masks, or volumes and theirs, by matching names: one store with a class for each pixel.
+A mask holds class numbers: it is resized by the nearest pixel and never mixed. Volumes are cut into slices, which are
+the rows; their owner is the volume unless the options name another.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from dpvision.data.images import (
     decode,
     for_each,
     is_image,
-    look,
     mask_bytes,
     mask_class_names,
     opened,
+    read_header,
     scaled,
     upright,
 )
@@ -56,7 +57,20 @@ JPEG_THRESHOLD = 128
 def decode_mask(
     path: Path, *, size: tuple[int, int], squash: bool = False, mask_classes: MaskClasses = "merged"
 ) -> NDArray[np.uint8]:
-    """One mask (H, W), scaled and cropped as its image is, each pixel by the nearest one."""
+    """Decode one mask file as its image is decoded.
+
+    Args:
+        path: the file; PNG, TIFF and BMP keep class numbers, JPEG only foreground and background.
+        size: height and width of the result.
+        squash: as for the image.
+        mask_classes: "merged" or "classes", see ``mask_bytes``.
+
+    Returns:
+        uint8 classes (H, W).
+
+    Raises:
+        BadFile: if the file does not hold class numbers.
+    """
     with opened(path) as image:
         image.load()
         classes = mask_bytes(_numbers(image, mask_classes), mask_classes)
@@ -65,7 +79,7 @@ def decode_mask(
 
 
 def with_foreground(store: ImageStore) -> ImageStore:
-    """The rows whose mask is not empty: each is decided by itself."""
+    """Keep the rows whose mask is not empty; each row is decided by itself."""
     rows = np.flatnonzero(store.labels.flatten(1).any(1).numpy())
     if not len(rows):
         raise DataError(f"{shown(store.name)}: every mask is empty, so only_foreground leaves nothing.")
@@ -73,7 +87,7 @@ def with_foreground(store: ImageStore) -> ImageStore:
 
 
 def _numbers(image: Image.Image, mask_classes: MaskClasses) -> NDArray[Any]:
-    """A mask's numbers: those of a palette by index, of a lossy file by a threshold."""
+    """Read the values of a mask: palette indices as they are, those of a lossy file by a threshold."""
     if image.format in ("JPEG", "MPO"):
         if mask_classes != "merged":
             raise BadFile("a JPEG does not keep the numbers of classes; store the mask as PNG or TIFF")
@@ -96,7 +110,7 @@ Shape = tuple[int, int, int]
 @final
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Files below ``root``, sorted by name, and below ``mask_root`` the mask of each."""
+    """Image or volume files below ``root``, sorted by name, and the mask of each below ``mask_root``."""
 
     root: Path
     mask_root: Path
@@ -105,14 +119,14 @@ class Pairs:
 
     @property
     def volumes(self) -> bool:
-        """Whether the files are volumes. They are of one kind."""
+        """Whether the files are volumes; all are of one kind."""
         return is_volume(Path(self.files[0]))
 
 
 @final
 @dataclass(frozen=True)
 class _Rows:
-    """What one file gave: images, masks and the names of the rows."""
+    """The rows of one file: images, masks and names."""
 
     images_NCHW: Tensor
     masks_NHW: Tensor
@@ -126,9 +140,19 @@ def load_pairs(
     class_names: Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> tuple[ImageStore, ImageStore | None]:
-    """The training part of a folder of images or volumes with masks, and its test part if it has train/ and test/.
+    """Load a folder of images or volumes with masks, or one volume with its mask.
 
-    Public data has one part: the test part, if there is one.
+    Args:
+        source: the images.
+        options: ``masks`` says where the masks are. Of public data only the test split is read, if there is one.
+        class_names: the classes of a model; by default they follow from the masks.
+        progress: called after each file.
+
+    Returns:
+        The training split, and the test split if the folder has train/ and test/.
+
+    Raises:
+        DataError: if files do not match, can't be used, or the units would depend on each other.
     """
     if options.masks is None:
         raise DataError(f"{shown(source)} needs masks: name the folder, or the file, where they are.")
@@ -153,7 +177,15 @@ def load_pairs(
 
 
 def find_pairs(images: Path, masks: Path) -> Pairs:
-    """Each image with the mask of its name; an image or a mask that is alone is refused."""
+    """Match every image with the mask of its name.
+
+    Args:
+        images: a folder or a file.
+        masks: a folder or a file, of the same kind.
+
+    Raises:
+        DataError: if an image or a mask has no partner, or images and volumes are mixed.
+    """
     if images.is_file() and masks.is_file():
         return Pairs(root=images.parent, mask_root=masks.parent, files=(images.name,), masks=(masks.name,))
     if not (images.is_dir() and masks.is_dir()):
@@ -172,7 +204,7 @@ def find_pairs(images: Path, masks: Path) -> Pairs:
 
 
 def _matched(files: Sequence[str], answers: Sequence[str]) -> tuple[str, ...]:
-    """The mask of each file: of its name, or of its name and an ending that says so."""
+    """Find the mask of each file: the file of its name, or of its name and an ending such as _mask."""
     stems = {_stem(file) for file in files}
     key_of = {file: stem if (stem := _stem(file)) in stems else _bare(stem) for file in answers}
     problems = []
@@ -191,7 +223,7 @@ def _matched(files: Sequence[str], answers: Sequence[str]) -> tuple[str, ...]:
 
 
 def _splits(images: Path, masks: Path) -> list[tuple[Path, Path]]:
-    """Where the images and masks of each part are: train/ and test/ must be in both folders, or in none."""
+    """List the folders of images and masks of each split: train/ and test/ must be in both folders, or in none."""
     if not images.is_dir():
         return [(images, masks)]
     train, test = split_folders(images)
@@ -201,22 +233,26 @@ def _splits(images: Path, masks: Path) -> list[tuple[Path, Path]]:
 
 
 def _files(root: Path) -> list[str]:
+    """List the images and volumes below a folder, sorted."""
     return sorted(file for file in files_below(root) if is_image(Path(file)) or is_volume(Path(file)))
 
 
 def _stem(file: str) -> str:
+    """Cut off the suffix, .nii.gz included."""
     suffix = next((each for each in VOLUME_SUFFIXES if file.lower().endswith(each)), Path(file).suffix)
     return file[: len(file) - len(suffix)]
 
 
 def _bare(stem: str) -> str:
-    """The stem without the ending of a mask."""
+    """Cut off the ending of a mask's name."""
     ending = next((each for each in MASK_ENDINGS if stem.lower().endswith(each)), "")
     return stem[: len(stem) - len(ending)]
 
 
 def _owners(pairs: Pairs, options: LoadOptions, *, also_known: Sequence[str] = ()) -> list[str] | None:
-    """Who owns each file, if known; a volume shows one patient, whose name is the file's unless told otherwise."""
+    """Find the owner of each file, if known; a volume shows one patient, named by the file unless the options say
+    otherwise.
+    """
     found = unit_names(pairs.files, options=options, also_known=also_known)
     if found is None and pairs.volumes:
         found = [printable(_stem(file)) for file in pairs.files]
@@ -234,7 +270,7 @@ def _owners(pairs: Pairs, options: LoadOptions, *, also_known: Sequence[str] = (
 
 
 def _shape_for(pairs: Pairs, options: LoadOptions, progress: Progress | None) -> Shape:
-    """As asked for, or what most of the headers say."""
+    """Choose the shape of the rows: as the options say, or as most of the headers say."""
     if not pairs.volumes:
         listing = Listing(root=pairs.root, class_names=(), files=pairs.files, ignored=0)
         return shape_for(listing, options, progress=progress)
@@ -253,6 +289,7 @@ def _shape_for(pairs: Pairs, options: LoadOptions, progress: Progress | None) ->
 
 
 def _slice_size(shape: Shape, axis: int) -> tuple[int, int]:
+    """The height and width of a slice across ``axis``."""
     height, width = (side for other, side in enumerate(shape) if other != axis)
     return height, width
 
@@ -260,7 +297,7 @@ def _slice_size(shape: Shape, axis: int) -> tuple[int, int]:
 @final
 @dataclass(frozen=True)
 class _Reader:
-    """How files become rows of one shape."""
+    """Reads files into rows of one shape."""
 
     options: LoadOptions
     image_shape: Shape
@@ -269,7 +306,7 @@ class _Reader:
     def store(
         self, pairs: Pairs, owners: Sequence[str] | None, *, name: str, class_names: Sequence[str] | None
     ) -> ImageStore:
-        """All rows of the pairs. What can't be used is an error, or skipped and counted."""
+        """Read all pairs into one store. A file that can't be used is an error, or skipped and counted."""
         found, good, bad = self._read(pairs)
         masks_NHW = torch.cat([rows.masks_NHW for rows in found])
         of_rows = (
@@ -291,7 +328,7 @@ class _Reader:
         return with_foreground(store) if self.options.only_foreground else store
 
     def _read(self, pairs: Pairs) -> tuple[list[_Rows], list[int], tuple[tuple[str, str], ...]]:
-        """The rows of the files that can be used, which files those are, and what was skipped and why."""
+        """Return the rows of the usable files, which files those are, and (name, reason) of the skipped ones."""
         read = self._volume if pairs.volumes else self._image
         # A volume has at least one slice.
         require_memory(len(pairs.files) * math.prod(self.image_shape), f"{len(pairs.files)} images with masks")
@@ -312,11 +349,12 @@ class _Reader:
         return [rows for rows in results if not isinstance(rows, str)], good, bad
 
     def _image(self, pairs: Pairs, n: int) -> _Rows:
+        """Read an image and its mask."""
         path, mask_path, squash = pairs.root / pairs.files[n], pairs.mask_root / pairs.masks[n], self.options.squash
         size = self.image_shape[1:]
         image = decode(path, image_shape=self.image_shape, squash=squash)
         with _about(mask_path):
-            here, there = look(path), look(mask_path)
+            here, there = read_header(path), read_header(mask_path)
             if (here.height, here.width) != (there.height, there.width):
                 raise BadFile(f"{there.height}×{there.width}, but its image is {here.height}×{here.width}")
             mask = decode_mask(mask_path, size=size, squash=squash, mask_classes=self.options.mask_classes)
@@ -325,6 +363,7 @@ class _Reader:
         return _Rows(images, masks, (printable(pairs.files[n]),))
 
     def _volume(self, pairs: Pairs, n: int) -> _Rows:
+        """Read a volume and its mask, slice by slice."""
         volume = open_volume(pairs.root / pairs.files[n])
         images = volume_images(volume, image_shape=self.image_shape, options=self.options)
         mask_path = pairs.mask_root / pairs.masks[n]
@@ -341,7 +380,7 @@ class _Reader:
 
 @contextmanager
 def _about(mask: Path) -> Iterator[None]:
-    """What is wrong inside is wrong with this mask."""
+    """Name the mask in whatever goes wrong inside the ``with`` block."""
     try:
         yield
     except (BadFile, OSError, ValueError, SyntaxError) as error:

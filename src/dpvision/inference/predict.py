@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from dpvision.data.images import cover_box, decode, for_each, is_image, look
+from dpvision.data.images import cover_box, decode, for_each, is_image, read_header
 from dpvision.data.nifti import SUFFIXES, is_volume, open_volume, volume_images
 from dpvision.errors import ArgumentError, DataError, bad_files_text, shown, some_of
 from dpvision.inference.load import ReleasedModel
@@ -155,7 +155,7 @@ def _seen_or_reason(released: ReleasedModel, job: _Job) -> _Seen | str:
 
 
 def _read_picture(released: ReleasedModel, source: Path) -> _Seen:
-    looks, image_CHW = look(source), decode(source, image_shape=released.image_shape)
+    looks, image_CHW = read_header(source), decode(source, image_shape=released.image_shape)
     return _Seen(torch.from_numpy(image_CHW.copy())[None], looks.height, looks.width)
 
 
