@@ -96,13 +96,13 @@ def test_front_and_rest_are_the_model_under_its_own_names(
     x = torch.randn(3, 1, 8 if options else 32, 8 if options else 32, generator=torch.Generator().manual_seed(0))
     cut = split(model, x)
     assert cut is not None
-    torch.testing.assert_close(cut.rest(cut.front(x)), model(x))
+    torch.testing.assert_close(cut.rest(cut.backbone(x)), model(x))
     own = dict(model.named_parameters())
     learning = {n for n, p in own.items() if p.requires_grad}
     of_rest = dict(cut.rest.named_parameters())
     assert all(own[n] is p for n, p in of_rest.items())
     assert learning <= of_rest.keys()
-    assert not any(p.requires_grad for p in cut.front.parameters())
+    assert not any(p.requires_grad for p in cut.backbone.parameters())
     assert names is None or tuple(of_rest) == names
 
 

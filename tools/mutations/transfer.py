@@ -26,8 +26,8 @@ TRANSFER = (
     *mutations(
         "data/test_features",
         "models/backbone.py",
-        ("dropout is computed once", " or not _same_in_both_modes(front, example)", ""),
-        ("a front may mix rows", " or not _rows_apart(front, example)", ""),
+        ("dropout is computed once", " or not _same_in_both_modes(backbone, example)", ""),
+        ("a front may mix rows", " or not _rows_apart(backbone, example)", ""),
         ("any module is a chain", "chain if torch.equal(one(example), other(example)) else None", "chain"),
     ),
     *mutations(
@@ -39,7 +39,7 @@ TRANSFER = (
             "return torch.float16 if 2 * numbers <= FEATURE_BYTES else None",
             "return torch.float32",
         ),
-        ("mirror images are left out", "cut.front, dtype, mirrored(config.views))", "cut.front, dtype)"),
+        ("mirror images are left out", "cut.backbone, dtype, mirrored(config.views))", "cut.backbone, dtype)"),
     ),
     *mutations(
         "data/test_features",

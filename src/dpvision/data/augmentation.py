@@ -1,4 +1,4 @@
-"""Random views of images: rotated, cropped, mirrored, erased; batched, and each from random words of its own.
+"""Augmented views of images: rotated, mirrored, cropped, erased; in batches, each view from its own random words.
 
 Shapes: N images, K views of each, B = N·K views with those of one image together, J random words of a view.
 """
@@ -37,10 +37,18 @@ def words_per_view(settings: ViewsConfig) -> int:
 def make_views(
     images_NCHW: Tensor, settings: ViewsConfig, words_NKJ: NDArray[np.uint64], *, classes: bool = False
 ) -> Tensor:
-    """Views of every image, of its type and shape: first rotated, then mirrored, then padded and cropped.
+    """Make augmented views: first rotated, then mirrored, then padded and cropped.
 
-    With ``classes`` the values are numbers of classes, which are moved but never mixed: the same words then move a
-    mask as they move its image. What lies outside is mirrored where the image is mirrored, and else class 0.
+    Args:
+        images_NCHW: images of any type, or masks (N, 1, H, W).
+        settings: how many views, and what changes them.
+        words_NKJ: uniform 64-bit words, ``words_per_view`` of them for each view.
+        classes: the values are class numbers, which are moved but never mixed: the same words move a mask as they move
+            its
+            image. What lies outside is mirrored where the image is mirrored, and class 0 otherwise.
+
+    Returns:
+        (N·K, C, H, W) of the same type.
 
     Guarantee: a view depends on its own image and its own words alone.
     """
@@ -60,10 +68,17 @@ def make_views(
 
 
 def erase_views(inputs_BCHW: Tensor, settings: ViewsConfig, words_NKJ: NDArray[np.uint64]) -> Tensor:
-    """Zero a random rectangle of some views, in place: after normalisation zero is the mean colour.
+    """Set a random rectangle of some views to zero, in place; after normalisation zero is the mean colour.
 
-    The rectangle's area is 2 to 33 % of the image and its height 0.3 to 3.3 times its width (even in logarithms),
-    rounded to pixels; a side that would be longer than the image's is as long.
+    Args:
+        inputs_BCHW: normalised views.
+        settings: ``erasing`` is the probability for each view.
+        words_NKJ: the words from which the views were made.
+
+    Returns:
+        The same tensor. A rectangle has 2 to 33 % of the image's area, and its height is 0.3 to 3.3 times its width
+        (even in
+        logarithms), rounded to pixels; a side longer than the image's is cut.
     """
     if settings.erasing == 0:
         return inputs_BCHW
@@ -83,9 +98,13 @@ def rotate(
     outside: Literal["zeros", "reflection"],
     nearest: bool = False,
 ) -> Tensor:
-    """Each image turned clockwise about its centre by its angle in radians; bytes are rounded.
+    """Rotate each image clockwise about its centre; bytes are rounded.
 
-    Bilinearly, or by the ``nearest`` pixel, so that no value appears that was not there.
+    Args:
+        images_BCHW: the images.
+        angle_B: angles in radians.
+        outside: what lies outside of an image.
+        nearest: take the nearest pixel instead of mixing four, so that no new value appears.
     """
     device, (height, width) = images_BCHW.device, images_BCHW.shape[2:]
     y_H1 = (torch.arange(height, device=device) + 0.5 - height / 2)[:, None]
@@ -103,7 +122,7 @@ def rotate(
 
 
 def pad(images_NCHW: Tensor, pixels: int, padding: Padding) -> Tensor:
-    """Images with ``pixels`` more on every side, as numpy pads: mirrored again and again where they are small."""
+    """Pad images with ``pixels`` on every side as numpy does: mirrored repeatedly where they are small."""
     if padding == "zeros":
         return F.pad(images_NCHW, (pixels,) * 4)
     repeats_edge = 1 if padding == "symmetric" else 0
@@ -116,7 +135,7 @@ def pad(images_NCHW: Tensor, pixels: int, padding: Padding) -> Tensor:
 
 
 def _windows(images_NCHW: Tensor, settings: ViewsConfig) -> Tensor:
-    """Every crop of every padded image, as it is and mirrored, none of them copied: (N, mirrored, y, x, C, H, W)."""
+    """Return every crop of every padded image, as it is and mirrored, without copies: (N, mirrored, y, x, C, H, W)."""
     height, width = images_NCHW.shape[2:]
     padded = pad(images_NCHW, settings.crop_padding, settings.padding)[:, None]
     if settings.flip > 0:
@@ -127,7 +146,7 @@ def _windows(images_NCHW: Tensor, settings: ViewsConfig) -> Tensor:
 def _boxes(
     halves_BJ: NDArray[np.uint64], probability: float, height: int, width: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Top, bottom, left and right of what is erased of each view; an empty box where nothing is."""
+    """Return top, bottom, left and right of the erased rectangle of each view; an empty one where nothing is erased."""
     (smallest, largest), (flattest, tallest) = ERASED_AREA, ERASED_ASPECT
     area_B = (smallest + (largest - smallest) * _fraction(halves_BJ[:, _AREA])) * height * width
     aspect_B = flattest * np.exp(math.log(tallest / flattest) * _fraction(halves_BJ[:, _ASPECT]))
@@ -139,7 +158,7 @@ def _boxes(
 
 
 def _halves(words_NKJ: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The 32-bit halves of each view's words, one row for each view."""
+    """Split each view's words into 32-bit halves, one row for each view."""
     words_BJ = words_NKJ.reshape(-1, WORDS_PER_VIEW)
     return np.stack([words_BJ >> _HALF, words_BJ & _LOW], axis=-1).reshape(len(words_BJ), -1)
 
@@ -150,5 +169,5 @@ def _fraction(half: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def _below(half: NDArray[np.uint64], bound: int | NDArray[np.int64]) -> NDArray[np.int64]:
-    """A whole number from 0 to ``bound`` - 1; no two are unequally likely by more than 2⁻³²."""
+    """A whole number from 0 to ``bound`` - 1; no two probabilities differ by more than 2⁻³²."""
     return ((half * np.asarray(bound).astype(np.uint64)) >> _HALF).astype(np.int64)

@@ -1,6 +1,6 @@
-"""What a frozen front makes of every image, computed once and kept: training then sees features, not images.
+"""Cached features: what a frozen backbone computes from every image, once. Training then reads features, not images.
 
-Shapes: N rows of the store, W ways of looking at an image (as it is; mirrored too), F the feature's own dimensions,
+Shapes: N rows of the store, W orientations of an image (as it is; mirrored too), F the feature's own dimensions,
 D drawn units, U units of a micro-batch, R rows per unit.
 """
 
@@ -38,7 +38,7 @@ _LARGEST_HALF = float(torch.finfo(torch.float16).max)
 @final
 @dataclass(frozen=True, eq=False)
 class Features:
-    """One row of features per image and way of looking at it, (N, W, F). As sensitive as the images.
+    """One row of features per image and orientation, (N, W, F). As sensitive as the images.
 
     Guarantee: a row is a function of its own image and of public numbers alone.
     """
@@ -50,17 +50,17 @@ class Features:
 
     @property
     def ways(self) -> int:
-        """How many rows of features an image has."""
+        """The number of orientations, and so of feature rows, of an image."""
         return self.values_NWF.shape[1]
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of shape, type and bits: a run's keys are bound to it."""
+        """SHA-256 of shape, type and bits, to which the keys of a run are bound."""
         return _digest(self.values_NWF.numpy())
 
 
 def extract(
-    front: Callable[[Tensor], Tensor],
+    backbone: Callable[[Tensor], Tensor],
     images: Tensor,
     normalisation: Normalisation,
     *,
@@ -69,15 +69,28 @@ def extract(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> Features:
-    """The features of every uint8 image, of its mirror image too if asked for. ``front`` is in evaluation mode."""
+    """Compute the features of every image.
+
+    Args:
+        backbone: the frozen layers, in evaluation mode, on ``device``.
+        images: uint8 (N, C, H, W).
+        normalisation: of the images.
+        mirrored: compute the features of the mirror image too.
+        dtype: of the result; float16 is clamped to its finite range.
+        device: where to compute.
+        progress: called after each batch.
+
+    Returns:
+        The features, on the CPU.
+    """
     blank = images.new_zeros((BATCH, *images.shape[1:]))
     with torch.no_grad():
-        shape_WF = _look(front, blank, normalisation, mirrored=mirrored, device=device).shape[1:]
+        shape_WF = _features_of(backbone, blank, normalisation, mirrored=mirrored, device=device).shape[1:]
         values_NWF = torch.empty((len(images), *shape_WF), dtype=dtype)
         for start in range(0, len(images), BATCH):
             part = images[start : start + BATCH]
             filled = torch.cat([part, blank[len(part) :]])
-            found = _look(front, filled, normalisation, mirrored=mirrored, device=device)[: len(part)]
+            found = _features_of(backbone, filled, normalisation, mirrored=mirrored, device=device)[: len(part)]
             if dtype == torch.float16:
                 found = found.clamp(-_LARGEST_HALF, _LARGEST_HALF)
             values_NWF[start : start + len(part)] = found
@@ -86,16 +99,17 @@ def extract(
     return Features(values_NWF)
 
 
-def _look(
-    front: Callable[[Tensor], Tensor],
+def _features_of(
+    backbone: Callable[[Tensor], Tensor],
     images: Tensor,
     normalisation: Normalisation,
     *,
     mirrored: bool,
     device: torch.device | str,
 ) -> Tensor:
+    """Compute the features of one batch, (rows, W, F)."""
     ways = [images, images.flip(-1)] if mirrored else [images]
-    return torch.stack([front(normalisation.apply(way.to(device))).cpu() for way in ways], dim=1)
+    return torch.stack([backbone(normalisation.apply(way.to(device))).cpu() for way in ways], dim=1)
 
 
 @final
@@ -111,18 +125,18 @@ class FeatureDraws:
 
     @property
     def sampling(self) -> Sampling:
-        """How every batch is drawn."""
+        """How every batch is sampled."""
         return self._draws.sampling
 
     def batch(self, step: int) -> FeatureBatch:
-        """The draw of ``step``: the same whenever it is asked for."""
+        """Return the batch of ``step``: the same every time."""
         return FeatureBatch(self._draws.sampling, self._rows, self._draws.rows(step))
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class FeatureBatch:
-    """One draw, whole: it can be cut into micro-batches of any size, any number of times. Sensitive."""
+    """One sampled batch: it can be cut into micro-batches of any size, any number of times. Sensitive."""
 
     sampling: Sampling
     _rows: _Rows
@@ -145,13 +159,14 @@ class FeatureBatch:
 @final
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Features on their device, the ways of one image neighbours."""
+    """Features on their device; the orientations of one image are neighbours."""
 
     values: Tensor
     labels: Tensor
     ways: int
 
     def gather(self, rows_UR: NDArray[np.int64]) -> Microbatch:
+        """Gather the features and labels of a micro-batch; padding rows are zero."""
         images = np.repeat(rows_UR.reshape(-1), self.ways)
         way = np.tile(np.arange(self.ways), rows_UR.size)
         device = self.values.device
@@ -164,9 +179,18 @@ class _Rows:
 
 
 def kept_features(folder: Path, key: str, compute: Callable[[], Features]) -> Features:
-    """The features of that key from the disk, or computed and kept there, readable by their owner only.
+    """Read features from the disk, or compute and keep them.
 
-    A file's name carries the hash of its content: a damaged one is computed anew.
+    Args:
+        folder: where they are kept; made with mode 700 if it does not exist.
+        key: the name under which they are kept.
+        compute: computes them.
+
+    Returns:
+        The features. A file's name carries the hash of its content; a damaged file is deleted and computed again.
+
+    Raises:
+        DataError: if others can read the folder.
     """
     _require_own(folder)
     for path in sorted(folder.glob(f"{key}-*.npy")):
@@ -180,7 +204,7 @@ def kept_features(folder: Path, key: str, compute: Callable[[], Features]) -> Fe
 
 
 def _require_own(folder: Path) -> None:
-    """Make the folder, or refuse one that others can list or write to: what lies there is as sensitive as images."""
+    """Make the folder, or refuse one that others can list or write to: features are as sensitive as images."""
     with disk_errors(f"keep features in {folder}"):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = folder.lstat()
@@ -189,7 +213,7 @@ def _require_own(folder: Path) -> None:
 
 
 def _read(path: Path) -> Features | None:
-    """The features of a file, or None if it holds something else."""
+    """Read the features of a file; None if it holds something else."""
     with disk_errors(f"read {path}"):
         try:
             with open_regular(path) as file:
@@ -202,6 +226,7 @@ def _read(path: Path) -> Features | None:
 
 
 def _write(folder: Path, name: str, features: Features) -> None:
+    """Write features to a file that only its owner can read."""
     with disk_errors(f"keep features in {folder}"), replacing(folder / name, mode=0o600) as file:
         np.save(file, features.values_NWF.numpy(), allow_pickle=False)
 

@@ -1,6 +1,8 @@
-"""NIfTI volumes into slices. The header is hostile: its promises are checked against limits and the file's size.
+"""NIfTI volumes, cut into slices.
 
-nibabel interprets the header alone. Extensions are skipped unread, and voxels are read here, to the promised byte.
+The header is untrusted: what it promises is checked against limits and against the file's size before memory is
+allocated. nibabel (extra ``medical``) interprets the header alone; extensions are skipped unread, and voxels are read
+here.
 """
 
 from __future__ import annotations
@@ -33,9 +35,13 @@ _SILENT = logging.Logger("nothing is printed of odd headers", level=logging.CRIT
 @final
 @dataclass(frozen=True, eq=False)
 class Volume:
-    """Voxels of one file as they are stored: an intensity is ``slope`` times the voxel plus ``intercept``. Sensitive.
+    """The voxels of one file as they are stored. Sensitive.
 
-    ``affine`` says where the voxels lie in the body.
+    Attributes:
+        voxels: real numbers (X, Y, Z).
+        slope: an intensity is ``slope`` times the voxel plus ``intercept``.
+        intercept: see ``slope``.
+        affine: (4, 4), from voxel indices to positions in the body.
     """
 
     voxels: NDArray[Any]
@@ -47,7 +53,9 @@ class Volume:
         return f"Volume({self.voxels.shape}, sensitive)"
 
     def slices(self, axis: int) -> NDArray[Any]:
-        """The stored voxels (slices, height, width), cut along an axis: the other two keep their order."""
+        """Return the stored voxels as (slices, height, width), cut along ``axis``; the other two axes keep their
+        order.
+        """
         return np.moveaxis(self.voxels, axis, 0)
 
     def own_window(self) -> tuple[float, float]:
@@ -59,23 +67,30 @@ class Volume:
 
 
 def is_volume(path: Path) -> bool:
-    """Whether the name is that of a NIfTI volume; hidden files are none."""
+    """Whether the file's name is that of a NIfTI volume; hidden files do not count."""
     return path.name.lower().endswith(SUFFIXES) and not path.name.startswith(".")
 
 
 def require_nibabel() -> None:
-    """Refuse volumes where the optional extra that reads them is missing."""
+    """Raise ``DataError`` if nibabel is not installed."""
     _nibabel()
 
 
 def read_volume(path: Path) -> Volume:
-    """The voxels of a NIfTI file; whatever is wrong with it is one line."""
+    """Read a NIfTI file.
+
+    Args:
+        path: a .nii or .nii.gz file with header and voxels in one.
+
+    Raises:
+        DataError: if it is not such a file, or is damaged or too large.
+    """
     with reading(path):
         return open_volume(path)
 
 
 def open_volume(path: Path) -> Volume:
-    """The same, for whoever reads many files."""
+    """Read a NIfTI file, and raise ``BadFile`` without its name if it can't be used."""
     with open_unpacked(path) as (file, most):
         header = _header(file)
         shape, dtype = _shape(header), header.get_data_dtype()
@@ -97,13 +112,22 @@ def open_volume(path: Path) -> Volume:
 
 
 def volume_shape(path: Path) -> tuple[int, int, int]:
-    """The shape of a volume, from its header."""
+    """Read the shape of a volume from its header."""
     with open_unpacked(path) as (file, _):
         return _shape(_header(file))
 
 
 def volume_images(volume: Volume, *, image_shape: tuple[int, int, int], options: LoadOptions) -> Tensor:
-    """The slices as uint8 (S, C, H, W), by the options' window, or by the volume's own if they have none."""
+    """Turn the slices of a volume into images.
+
+    Args:
+        volume: from ``read_volume``.
+        image_shape: channels, height and width of every image.
+        options: the axis to cut along and the window of intensities; without one, the volume's own.
+
+    Returns:
+        uint8 (slices, C, H, W).
+    """
     channels, *size = image_shape
     window = volume.own_window() if options.window is None else options.window
     slices = windowed(volume.slices(options.volume_axis), window, slope=volume.slope, intercept=volume.intercept)
@@ -112,7 +136,7 @@ def volume_images(volume: Volume, *, image_shape: tuple[int, int, int], options:
 
 
 def volume_masks(volume: Volume, *, size: tuple[int, int], options: LoadOptions) -> Tensor:
-    """The classes of the slices' pixels as uint8 (S, H, W)."""
+    """Turn the slices of a mask volume into classes, uint8 (slices, H, W)."""
     as_stored = (volume.slope, volume.intercept) == (1.0, 0.0)
     pieces = (
         piece if as_stored else piece.astype(np.float64) * volume.slope + volume.intercept
@@ -123,7 +147,7 @@ def volume_masks(volume: Volume, *, size: tuple[int, int], options: LoadOptions)
 
 
 def require_same_place(volume: Volume, mask: Volume) -> None:
-    """A mask must have its volume's shape, and no corner of it may lie half a voxel away."""
+    """Refuse a mask of another shape than its volume, or of which a corner is half a voxel or more away."""
     shape = volume.voxels.shape
     if shape != mask.voxels.shape:
         raise BadFile(f"the volume has {shape} voxels, its mask {mask.voxels.shape}")
@@ -135,7 +159,7 @@ def require_same_place(volume: Volume, mask: Volume) -> None:
 
 
 def _header(file: BinaryIO) -> Any:
-    """The header, without extensions, mended by nibabel where that is harmless, or refused."""
+    """Read the header without extensions; nibabel corrects harmless errors, others are refused."""
     nibabel, problems = _nibabel()
     start = read_exactly(file, 4)
     size = next((n for n in _HEADER_BYTES if n in (int.from_bytes(start, order) for order in ("little", "big"))), None)
@@ -157,7 +181,7 @@ def _header(file: BinaryIO) -> Any:
 
 
 def _nibabel() -> tuple[Any, tuple[type[Exception], ...]]:
-    """The module, which is an optional extra, and what it raises."""
+    """Import nibabel, and name the exceptions that it raises."""
     try:
         import nibabel
         from nibabel.spatialimages import HeaderDataError, HeaderTypeError
@@ -167,6 +191,9 @@ def _nibabel() -> tuple[Any, tuple[type[Exception], ...]]:
 
 
 def _shape(header: Any) -> tuple[int, int, int]:
+    """Check the shape: three axes, at least one voxel, at most ``MAX_VOXELS``; trailing axes of length 1 are
+    dropped.
+    """
     shape = tuple(int(side) for side in header.get_data_shape())
     while len(shape) > 3 and shape[-1] == 1:
         shape = shape[:-1]

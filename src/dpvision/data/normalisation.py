@@ -1,4 +1,7 @@
-"""From bytes to the numbers that a model sees: public constants per channel."""
+"""From bytes to the inputs of a model: one mean and standard deviation per channel.
+
+The constants are public: from the literature, fixed, or released from the private images with noise at a charge.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,14 @@ CHUNK_ROWS = 1024
 class Normalisation:
     """``(x / 255 - mean) / std`` per channel.
 
-    Guarantee: ``published`` constants come from the literature, ``fixed`` ones from no data at all, and ``released``
-    ones from the private data through a noisy, charged release. There is no fourth way.
+    Attributes:
+        mean: of each channel, in units of the full range.
+        std: of each channel, > 0.
+        source: where the constants come from.
+
+    Guarantee: ``published`` constants come from the literature, ``fixed`` ones from no data, and ``released`` ones from
+    the
+    private data through a noisy, charged release. There is no other source.
     """
 
     mean: tuple[float, ...]
@@ -56,7 +65,15 @@ class Normalisation:
         problems.raise_if_any()
 
     def apply(self, images: Tensor, *, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        """Float32 inputs for a uint8 (N, C, H, W) tensor, on its device."""
+        """Normalise images.
+
+        Args:
+            images: uint8 (N, C, H, W).
+            memory_format: of the result.
+
+        Returns:
+            float32 of the same shape, on the same device.
+        """
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (len(self.mean), 3, 1):
             raise ArgumentError(f"images must be uint8 (N, C, H, W), got {images.dtype} {tuple(images.shape)}.")
         own = self.for_channels(images.shape[1])
@@ -66,7 +83,7 @@ class Normalisation:
         return images.to(torch.float32, memory_format=memory_format, copy=True).mul_(scale).add_(shift)
 
     def for_channels(self, channels: int) -> Normalisation:
-        """The same constants for grey images shown as colour, or colour shown as grey.
+        """Return the same constants for grey images shown in colour, or colour images shown in grey.
 
         The grey mean is the luma-weighted mean; the grey std is the weighted sum of the stds, which bounds it.
         """
@@ -81,12 +98,12 @@ class Normalisation:
         raise ArgumentError(f"a normalisation for {len(self.mean)} channels can't serve {channels} channels.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {"mean": list(self.mean), "std": list(self.std), "source": self.source}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Normalisation:
-        """The inverse of ``to_dict``; refuses unknown and missing fields."""
+        """Read what ``to_dict`` wrote; unknown and missing fields raise ``ArgumentError``."""
         try:
             mean, std = (tuple(float(x) for x in values[key]) for key in ("mean", "std"))
             if set(values) != {"mean", "std", "source"}:
@@ -97,12 +114,12 @@ class Normalisation:
 
 
 def fixed_normalisation(channels: int, *, mean: float = 0.5, std: float = 0.5) -> Normalisation:
-    """Constants that no data chose: by default bytes become -1 … 1. ``mean=0, std=1`` gives the raw 0 … 1 range."""
+    """Return constants that depend on no data: by default bytes become -1 … 1; ``mean=0, std=1`` gives 0 … 1."""
     return Normalisation(mean=(mean,) * channels, std=(std,) * channels, source="fixed")
 
 
 def unit_bound(channels: int) -> float:
-    """The most that one unit can move the sum of ``unit_statistics``, in L2."""
+    """The L2 sensitivity of the sum of ``unit_statistics``: the most that one unit can change it."""
     return math.sqrt(channels * (1 / 4 + 1 / 64))
 
 
@@ -132,7 +149,7 @@ def released_normalisation(
 
 
 def unit_statistics(store: ImageStore) -> NDArray[np.float64]:
-    """v_u of each unit, (units, 2 · channels): sensitive. No row is longer than ``unit_bound``."""
+    """Compute v_u of each unit, (units, 2 · channels). Sensitive. No row is longer than ``unit_bound``."""
     channels, height, width = store.image_shape
     sums = _unit_sums(store)
     pixels = store.rows_of_units.counts[:, None] * float(height * width)
@@ -147,7 +164,7 @@ def unit_statistics(store: ImageStore) -> NDArray[np.float64]:
 
 
 def _unit_sums(store: ImageStore) -> NDArray[np.float64]:
-    """Sums of bytes and of their squares per unit and channel; whole numbers below 2⁵³, so exact."""
+    """Sum the bytes and their squares per unit and channel; the sums are whole numbers below 2⁵³, so they are exact."""
     channels = store.image_shape[0]
     sums = np.zeros((store.num_units, 2 * channels))
     units = store.unit_of_row.numpy()
@@ -159,7 +176,7 @@ def _unit_sums(store: ImageStore) -> NDArray[np.float64]:
 
 
 def _constants(first: NDArray[np.float64], second: NDArray[np.float64]) -> Normalisation:
-    """From noisy means of y and y² - 1/8 to constants that are sane whatever the noise did."""
+    """Turn noisy means of y and y² - 1/8 into constants that are usable whatever the noise is."""
     centre = np.clip(first, -0.5, 0.5)
     variance = second + 1 / 8 - centre**2
     std = np.sqrt(np.clip(variance, LEAST_STD**2, MOST_STD**2))

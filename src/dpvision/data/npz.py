@@ -1,4 +1,7 @@
-"""Arrays in an .npz file. Nothing is unpickled, and each header must agree with its member to the byte."""
+"""Images and labels, masks or owners from the arrays of an .npz file.
+
+Layouts and types are told apart by shape and type, never by the values. ``safe_read`` reads the arrays.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ CLASS_NAMES_KEY = "class_names"
 @final
 @dataclass(frozen=True)
 class _Part:
-    """One split as it stands in the file."""
+    """One split as it is in the file: images, labels or masks, and owners if there are any."""
 
     images: NDArray[Any]
     answers: NDArray[Any]
@@ -37,9 +40,18 @@ class _Part:
 def load_npz(
     path: Path, options: LoadOptions | None = None, *, class_names: Sequence[str] | None = None
 ) -> tuple[ImageStore, ImageStore | None]:
-    """The training split of an .npz file, and its test split if it has one.
+    """Load the splits of an .npz file.
 
-    Where masks are measured owner by owner, the test split's unit column has ``test_`` before its name.
+    Args:
+        path: the file.
+        options: ``unit_column`` names the array of owners; that of the test split has ``test_`` before its name.
+        class_names: the classes of a model; by default those of the file.
+
+    Returns:
+        The training split, and the test split if the file has one.
+
+    Raises:
+        DataError: if arrays are missing, do not match, or are not what they should be.
     """
     options = options or LoadOptions()
     arrays = _open(path, options.unit_column)
@@ -53,6 +65,7 @@ def load_npz(
 
 
 def _part(arrays: dict[str, NDArray[Any]], split: str, options: LoadOptions, path: Path) -> _Part:
+    """Pick the arrays of a split. Owners of private rows must be there; a public split may lack them."""
     images = _pick(arrays, IMAGE_KEYS[split], path)
     answers = _pick(arrays, (MASK_KEYS if options.segmentation else LABEL_KEYS)[split], path)
     if options.segmentation:
@@ -67,6 +80,7 @@ def _part(arrays: dict[str, NDArray[Any]], split: str, options: LoadOptions, pat
 
 
 def _store(part: _Part, names: tuple[str, ...], *, name: str, path: Path, options: LoadOptions) -> ImageStore:
+    """Check that the arrays of a split match and make a store of them."""
     pixels = _images(part.images, options.window, path)
     answers, owners, rows = part.answers, part.owners, len(pixels)
     wanted = (rows, *pixels.shape[2:]) if options.segmentation else (rows,)
@@ -84,6 +98,7 @@ def _store(part: _Part, names: tuple[str, ...], *, name: str, path: Path, option
 
 
 def _masks(values: NDArray[Any], options: LoadOptions, path: Path) -> NDArray[np.uint8]:
+    """Bring masks to (N, H, W) and to classes."""
     if values.ndim == 4 and 1 in (values.shape[1], values.shape[3]):
         values = values[..., 0] if values.shape[3] == 1 else values[:, 0]
     if values.ndim != 3:
@@ -108,6 +123,7 @@ def _open(path: Path, unit_column: str | None) -> dict[str, NDArray[Any]]:
 
 
 def _pick(arrays: dict[str, NDArray[Any]], keys: Sequence[str], path: Path) -> NDArray[Any]:
+    """Return the first array of these names; a column (N, 1) becomes (N,)."""
     for key in keys:
         if key in arrays:
             return arrays[key].reshape(-1) if arrays[key].ndim == 2 and arrays[key].shape[1] == 1 else arrays[key]
@@ -115,7 +131,7 @@ def _pick(arrays: dict[str, NDArray[Any]], keys: Sequence[str], path: Path) -> N
 
 
 def _images(images: NDArray[Any], window: tuple[float, float] | None, path: Path) -> NDArray[np.uint8]:
-    """Bytes in (N, C, H, W), from the layouts and types that can be told apart without looking at the values."""
+    """Bring images to uint8 (N, C, H, W), by a window if there is one."""
     if images.ndim == 3:
         images = images[:, None]
     elif images.ndim == 4 and images.shape[3] in (1, 3):
@@ -131,6 +147,9 @@ def _images(images: NDArray[Any], window: tuple[float, float] | None, path: Path
 
 
 def _bytes(images: NDArray[Any], path: Path) -> NDArray[np.uint8]:
+    """Scale values to bytes by the range of their type: 8 and 16 bits, booleans, floats in 0..1, whole numbers in
+    0..255.
+    """
     kind, width = images.dtype.kind, images.dtype.itemsize
     if kind == "u" and width == 1:
         return images.astype(np.uint8)
@@ -154,6 +173,7 @@ def _class_names(
     options: LoadOptions,
     path: Path,
 ) -> tuple[str, ...]:
+    """Name the classes: as given, as the file says, or as the labels say."""
     if given is not None:
         return tuple(given)
     if CLASS_NAMES_KEY in arrays and not (options.segmentation and options.mask_classes == "merged"):
@@ -172,6 +192,7 @@ def _class_names(
 
 
 def _numbered(labels: NDArray[Any], names: tuple[str, ...], path: Path) -> NDArray[np.int64]:
+    """Number the labels by their class."""
     if labels.dtype.kind not in "US":
         return _whole(labels, path)
     number = {name: index for index, name in enumerate(names)}
@@ -182,12 +203,14 @@ def _numbered(labels: NDArray[Any], names: tuple[str, ...], path: Path) -> NDArr
 
 
 def _whole(values: NDArray[Any], path: Path) -> NDArray[np.int64]:
+    """Require whole numbers from 0 to 2³¹."""
     if values.dtype.kind not in "iub" or (values.size and (values.min() < 0 or values.max() > 2**31)):
         raise DataError(f"{shown(path)}: labels must be whole numbers >= 0 or texts, got {values.dtype}.")
     return values.astype(np.int64)
 
 
 def _units(units: NDArray[Any], column: str, path: Path) -> NDArray[Any]:
+    """Require an owner for each row, as a whole number or a text."""
     if units.dtype.kind not in "iubUS":
         raise DataError(f"{shown(path)}: {shown(column)} must hold whole numbers or texts, got {units.dtype}.")
     if units.dtype.kind in "US" and not all(_texts(units.reshape(-1))):
@@ -196,4 +219,5 @@ def _units(units: NDArray[Any], column: str, path: Path) -> NDArray[Any]:
 
 
 def _texts(values: NDArray[Any]) -> list[str]:
+    """Decode values to printable texts."""
     return [printable(v.decode("utf-8", "replace") if isinstance(v, bytes) else v) for v in values.tolist()]

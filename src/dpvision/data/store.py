@@ -1,4 +1,4 @@
-"""One dataset in memory: uint8 images, their labels or masks, and which privacy unit owns each row."""
+"""A dataset in memory: uint8 images, their labels or masks, and the privacy unit that owns each row."""
 
 from __future__ import annotations
 
@@ -17,25 +17,31 @@ from dpvision.errors import DataError, some_of
 
 
 class UnitRows(NamedTuple):
-    """Rows grouped by unit: unit ``u`` owns ``order[offsets[u]:offsets[u + 1]]``."""
+    """Rows grouped by unit: unit ``u`` owns the rows ``order[offsets[u]:offsets[u + 1]]``."""
 
     offsets: NDArray[np.int64]
     order: NDArray[np.int64]
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """How many rows each unit owns."""
+        """The number of rows that each unit owns."""
         return np.diff(self.offsets)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageStore:
-    """Images of one shape with labels and privacy units. Sensitive, unless its owner declares it public.
+    """Images of one shape with labels and privacy units. Sensitive, unless the user declares it public.
 
-    ``images`` is uint8 (rows, channels, height, width). ``labels`` is int64 (rows,), one class an image, or uint8
-    (rows, height, width), one class a pixel. ``unit_of_row`` is int64 (rows,); units are numbered 0 … num_units - 1 in
-    the order in which they first appear. ``owners`` names each row's owner, if known, also where rows are the units.
+    Attributes:
+        images: uint8 (rows, channels, height, width).
+        labels: int64 (rows,), one class per image, or uint8 (rows, height, width), one class per pixel.
+        class_names: one name for each class, also for classes without an image.
+        unit_of_row: int64 (rows,); units are numbered from 0 in the order in which they first appear.
+        name: what the dataset is called.
+        row_names: one name for each row, such as its file.
+        owners: the owner of each row, if known, also where rows are the units.
+        skipped: (name, reason) of files that were left out.
     """
 
     images: Tensor
@@ -76,12 +82,12 @@ class ImageStore:
 
     @property
     def num_rows(self) -> int:
-        """How many images there are."""
+        """The number of images."""
         return len(self.images)
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are, those without an image included."""
+        """The number of classes, those without an image included."""
         return len(self.class_names)
 
     @property
@@ -97,7 +103,7 @@ class ImageStore:
 
     @cached_property
     def num_units(self) -> int:
-        """How many privacy units own these rows. Private: the mechanism has its own, declared number."""
+        """The number of privacy units that own rows. Private: the mechanism has its own, declared number."""
         return int(self.unit_of_row.max()) + 1 if self.num_rows else 0
 
     @cached_property
@@ -110,9 +116,9 @@ class ImageStore:
 
     @cached_property
     def names_of_units(self) -> tuple[str, ...]:
-        """What each unit is called: its owner, or its first row. A name stays when other units come or go.
+        """The name of each unit: its owner, or its first row. It does not depend on the other units.
 
-        Where rows are the units, those of one owner share a name.
+        Where rows are the units, the units of one owner share a name.
         """
         names = self.row_names if self.owners is None else self.owners
         offsets, order = self.rows_of_units
@@ -120,7 +126,7 @@ class ImageStore:
         return tuple(names[row] for row in first_rows)
 
     def fingerprint(self) -> str:
-        """SHA-256 over shape, pixels, labels and units: a run's keys are bound to it."""
+        """SHA-256 over shape, pixels, labels and units, to which the keys of a run are bound."""
         return self._fingerprint
 
     @cached_property
@@ -132,7 +138,7 @@ class ImageStore:
         return digest.hexdigest()
 
     def select_units(self, ids: Sequence[int] | NDArray[np.int64]) -> ImageStore:
-        """The rows of these units, in the order of the store; unit ``ids[i]`` becomes unit ``i``."""
+        """Select the rows of some units, in the order of the store; unit ``ids[i]`` becomes unit ``i``."""
         wanted = np.asarray(ids, dtype=np.int64)
         new_id = np.full(self.num_units, -1, dtype=np.int64)
         new_id[wanted] = np.arange(len(wanted))
@@ -141,11 +147,12 @@ class ImageStore:
         return self._taken(rows, torch.from_numpy(units[rows]))
 
     def select_rows(self, rows: Sequence[int] | NDArray[np.int64]) -> ImageStore:
-        """These rows alone; units are numbered anew, in the order in which they first appear."""
+        """Select rows; their units are numbered again, in the order in which they first appear."""
         chosen = np.asarray(rows, dtype=np.int64)
         return self._taken(chosen, dense_units(self.unit_of_row.numpy()[chosen]))
 
     def _taken(self, rows: NDArray[np.int64], unit_of_row: Tensor) -> ImageStore:
+        """Copy the rows with other unit numbers."""
         index = torch.from_numpy(rows)
         return replace(
             self,
@@ -159,7 +166,7 @@ class ImageStore:
 
 
 def dense_units(names: Sequence[object] | NDArray[Any]) -> Tensor:
-    """Unit numbers for unit names, in order of first appearance, so that a new unit at the end renumbers nobody."""
+    """Number units by name, in order of first appearance, so that a new unit at the end changes no other number."""
     _, first, inverse = np.unique(np.asarray(names), return_index=True, return_inverse=True)
     rank = np.empty(len(first), dtype=np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
@@ -167,7 +174,7 @@ def dense_units(names: Sequence[object] | NDArray[Any]) -> Tensor:
 
 
 def numbered_rows(count: int) -> tuple[str, ...]:
-    """Names for rows that have none."""
+    """Name rows that have no names."""
     return tuple(f"row {row}" for row in range(count))
 
 
@@ -180,10 +187,18 @@ def store_of_arrays(
     unit_names: Sequence[object] | NDArray[Any] | None = None,
     rows_are_units: bool = False,
 ) -> ImageStore:
-    """A store over arrays: each row is its own unit unless ``unit_names`` says otherwise.
+    """Make a store of arrays.
 
-    ``labels`` are classes (rows,) or masks (rows, height, width). With ``rows_are_units`` the names say who owns a row,
-    and each row is a unit all the same.
+    Args:
+        images: uint8 (rows, channels, height, width).
+        labels: classes (rows,) or masks (rows, height, width).
+        class_names: names of the classes.
+        name: what the dataset is called.
+        unit_names: the owner of each row; by default each row is its own unit.
+        rows_are_units: each row is a unit although owners are known.
+
+    Raises:
+        DataError: if the arrays do not match.
     """
     rows, classes = len(images), np.asarray(labels)
     if classes.ndim == 3 and classes.size and not (classes.min() >= 0 and classes.max() <= 255):

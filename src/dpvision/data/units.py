@@ -1,4 +1,4 @@
-"""Who owns each image: from folders, from names of files, or from a CSV of (file, unit)."""
+"""Privacy units of image files: their owners, from folders, from file names, or from a CSV file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,20 @@ FILE_HEADINGS = frozenset({"file", "filename", "file_name", "path", "image", "na
 
 
 def unit_names(files: Sequence[str], *, options: LoadOptions, also_known: Sequence[str] = ()) -> list[str] | None:
-    """The owner of each file (paths below the folder, such as ``cat/17.png``); None if nothing says who it is.
+    """Find the owner of each file.
 
-    ``also_known`` are files of the public test part, which a CSV may mention too. Of public files the owners are
-    known for all or for none: a CSV about private files need not mention them.
+    Args:
+        files: paths below the dataset's folder, such as ``cat/17.png``.
+        options: one of ``unit_csv``, ``unit_folder_level`` and ``unit_pattern``, or none.
+        also_known: files of the public test split, which a CSV may mention too.
+
+    Returns:
+        One owner for each file; None if nothing says who it is. Of public files the owners are known for all or for
+        none:
+        a CSV about private files need not mention them.
+
+    Raises:
+        DataError: if the owner of a private file is not found.
     """
     if options.unit_csv is not None:
         found = _from_csv(files, Path(options.unit_csv), options=options, also_known=also_known)
@@ -47,23 +57,25 @@ def unit_names(files: Sequence[str], *, options: LoadOptions, also_known: Sequen
 
 
 def unit_numbers(owners: Sequence[str] | None, rows: int, options: LoadOptions) -> Tensor:
-    """The unit of each row: its owner or the row itself, as the options say."""
+    """Number the unit of each row: its owner, or the row itself, as the options say."""
     by_owner = options.owners_are_units(owners)
     return dense_units(owners) if owners is not None and by_owner else torch.arange(rows)
 
 
 def _from_folders(files: Sequence[str], level: int) -> list[str | None]:
-    """The name alone counts: the same name in two class folders is the same unit, which errs on the safe side."""
+    """Take the name of a folder: the same name in two class folders is the same unit, which errs on the safe side."""
     folders = [file.split("/")[:-1] for file in files]
     return [path[level - 1] if len(path) >= level else None for path in folders]
 
 
 def _from_pattern(files: Sequence[str], pattern: str) -> list[str | None]:
+    """Take the group of a regular expression that is searched in the file's name."""
     found = [re.search(pattern, file.split("/")[-1]) for file in files]
     return [None if match is None else match.group(1) for match in found]
 
 
 def _from_csv(files: Sequence[str], path: Path, *, options: LoadOptions, also_known: Sequence[str]) -> list[str | None]:
+    """Look the files up in a CSV file, and refuse rows about files that are not there."""
     unit_of, unknown = _resolved(_rows(path, options.unit_column), files, also_known, path)
     if unknown and not options.public:
         raise DataError(f"{shown(path)} names {len(unknown)} files which are not in the folder: {some_of(unknown)}.")
@@ -73,7 +85,9 @@ def _from_csv(files: Sequence[str], path: Path, *, options: LoadOptions, also_kn
 def _resolved(
     rows: Sequence[tuple[str, str]], files: Sequence[str], also_known: Sequence[str], path: Path
 ) -> tuple[dict[str, str], list[str]]:
-    """Units by file, and names that no file has. A row may give the path below the folder, or a name of one file."""
+    """Return owners by file, and names that no file has. A row gives the path below the folder, or the name of one
+    file.
+    """
     by_name: dict[str, list[str]] = {}
     for file in files:
         for name in {file, f"{TRAIN_FOLDER}/{file}", file.split("/")[-1]}:
@@ -100,6 +114,7 @@ def _resolved(
 
 
 def _rows(path: Path, column: str | None) -> list[tuple[str, str]]:
+    """Read (file, owner) from every row of a CSV file."""
     try:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
             lines = [[cell.strip() for cell in line] for line in csv.reader(file, strict=True) if any(line)]
@@ -116,7 +131,7 @@ def _rows(path: Path, column: str | None) -> list[tuple[str, str]]:
 
 
 def _columns(lines: list[list[str]], column: str | None, path: Path) -> tuple[int, int, list[list[str]]]:
-    """Where file and unit stand, and the rows without the heading."""
+    """Find the columns of file and owner, and return the rows without the heading."""
     if not lines:
         raise DataError(f"{shown(path)} is empty: rows of file,unit are needed.")
     heading = [cell.lower() for cell in lines[0]]

@@ -1,10 +1,8 @@
-"""Parts of networks that were trained in public and stay as they are: frozen BatchNorm, resizing, a new head.
+"""Frozen backbones: parts of pretrained networks that stay as they are, and the split of a model into backbone and
+rest.
 
+The features that a frozen backbone computes from an image never change, so ``split`` lets them be computed once.
 Shapes: N rows, C channels, H height, W width.
-
-A model cut in two: a front that stays as it is, and the rest, which learns.
-
-What the front makes of an image never changes, so it need be computed only once.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ class FrozenBatchNorm(nn.Module):
 
 @final
 class Resize(nn.Module):
-    """Images scaled to ``size`` × ``size`` pixels, each by itself."""
+    """Scale images to ``size`` × ``size`` pixels, each by itself."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -81,7 +79,7 @@ class Resize(nn.Module):
 
 
 def resize(size: int) -> nn.Module:
-    """The layer that resizes to ``size`` pixels; 0 leaves images as they are."""
+    """Return the layer that resizes to ``size`` pixels; 0 leaves images as they are."""
     problems = Problems()
     problems.count("resize_to", size, least=0)
     problems.raise_if_any()
@@ -89,9 +87,14 @@ def resize(size: int) -> nn.Module:
 
 
 def norm_maker(norm: BackboneNorm, *, groups: int, eps: float) -> Callable[[int], nn.Module]:
-    """What follows a convolution: ``frozen`` or ordinary BatchNorm, or GroupNorm with gcd(``groups``, C) groups.
+    """Return a function that makes the norm after a convolution, given its channels.
 
-    Ordinary BatchNorm mixes rows: it is for training in public, and the preflight refuses it.
+    Args:
+        norm: ``frozen`` BatchNorm, ``group`` for GroupNorm with gcd(``groups``, C) groups, or ordinary ``batch`` norm,
+            which
+            mixes rows: it is for public training, and the model check refuses it.
+        groups: of GroupNorm.
+        eps: added to the variance.
     """
     if norm not in ("frozen", "group", "batch"):
         raise ArgumentError(f"norm must be frozen, group or batch, got {norm!r}.")
@@ -103,14 +106,18 @@ def norm_maker(norm: BackboneNorm, *, groups: int, eps: float) -> Callable[[int]
 
 
 def feature_norm_layer(kind: FeatureNorm, features: int) -> nn.Module:
-    """``layer`` brings every row's features to mean 0 and variance 1 by that row alone; nothing is learned."""
+    """Return a layer that brings the features of each row to mean 0 and variance 1 (``layer``), or none; nothing is
+    learned.
+    """
     if kind not in ("layer", "none"):
         raise ArgumentError(f"feature_norm must be layer or none, got {kind!r}.")
     return nn.LayerNorm(features, elementwise_affine=False) if kind == "layer" else nn.Identity()
 
 
 def draw(model: nn.Module) -> None:
-    """Convolutions normal with variance 2/fan_out and zero biases; linear layers as PyTorch draws them."""
+    """Initialise convolutions as normal with variance 2/fan_out and zero biases; linear layers stay as PyTorch draws
+    them.
+    """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             fan_out = module.weight[0, 0].numel() * module.out_channels // module.groups
@@ -125,34 +132,46 @@ _Named = list[tuple[str, nn.Module]]
 @final
 @dataclass(frozen=True)
 class Split:
-    """``rest(front(x))`` is the model. Both share its layers and its parameters, under its names."""
+    """A model in two parts: ``rest(backbone(x))`` is the model. Both share its layers and parameters, under its
+    names.
+    """
 
-    front: nn.Module
+    backbone: nn.Module
     rest: nn.Module
 
 
 def split(model: nn.Module, example: Tensor) -> Split | None:
-    """Cut in front of the first layer with a parameter that requires gradients; None where that gains nothing.
+    """Split a model before the first layer with a parameter that requires gradients.
 
-    Only a chain of layers can be cut: a Sequential, or a module that turns out to run its children one after the
-    other. The front must hold weights or constants (else it is no work worth saving) and treat ``example``, a few
-    made-up rows, in training as in evaluation.
+    Args:
+        model: a Sequential, or a module that runs its children one after the other.
+        example: a few synthetic rows.
 
-    Guarantee: the front of a split treats the rows of ``example`` each by itself.
+    Returns:
+        The parts, or None where nothing is gained: the model is not a chain, or the backbone has no weights or
+        constants,
+        or it behaves differently in training and in evaluation.
+
+    Guarantee: the backbone of a split treats the rows of ``example`` each by itself.
     """
     chain = _as_chain(model, example)
     if chain is None:
         return None
-    front_parts, rest_parts = _divide(chain)
-    front, rest = _sequential(front_parts), _sequential(rest_parts).train(model.training)
-    works = any(True for _ in front.parameters()) or any(True for _ in front.buffers())
-    if not rest_parts or not works or not _same_in_both_modes(front, example) or not _rows_apart(front, example):
+    frozen_parts, trained_parts = _divide(chain)
+    backbone, rest = _sequential(frozen_parts), _sequential(trained_parts).train(model.training)
+    works = any(True for _ in backbone.parameters()) or any(True for _ in backbone.buffers())
+    if (
+        not trained_parts
+        or not works
+        or not _same_in_both_modes(backbone, example)
+        or not _rows_apart(backbone, example)
+    ):
         return None
-    return Split(front, rest)
+    return Split(backbone, rest)
 
 
 def _as_chain(model: nn.Module, example: Tensor) -> nn.Sequential | None:
-    """The model as a Sequential under the same names, if that is what it computes."""
+    """Return the model as a Sequential under the same names, if that is what it computes."""
     if type(model) is nn.Sequential:
         return model
     if any(True for _ in model.parameters(recurse=False)) or any(True for _ in model.buffers(recurse=False)):
@@ -168,35 +187,36 @@ def _as_chain(model: nn.Module, example: Tensor) -> nn.Sequential | None:
 
 
 def _divide(chain: nn.Sequential) -> tuple[_Named, _Named]:
-    """The leading layers that don't learn, and all from the first that does; a Sequential is cut inside."""
+    """Divide a chain into the leading layers that do not learn and the rest; a Sequential is divided inside."""
     children = [(name, child) for name, child in chain._modules.items() if child is not None]
     for index, (name, child) in enumerate(children):
         if not any(parameter.requires_grad for parameter in child.parameters()):
             continue
-        front, rest = children[:index], children[index + 1 :]
+        backbone, rest = children[:index], children[index + 1 :]
         if type(child) is not nn.Sequential:
-            return front, [(name, child), *rest]
-        inner_front, inner_rest = _divide(child)
-        if inner_front:
-            front = [*front, (name, _sequential(inner_front))]
-        return front, [(name, _sequential(inner_rest).train(child.training)), *rest]
+            return backbone, [(name, child), *rest]
+        inner_frozen, inner_trained = _divide(child)
+        if inner_frozen:
+            backbone = [*backbone, (name, _sequential(inner_frozen))]
+        return backbone, [(name, _sequential(inner_trained).train(child.training)), *rest]
     return children, []
 
 
 def _sequential(parts: Iterable[tuple[str, nn.Module]]) -> nn.Sequential:
+    """Make a Sequential of named layers."""
     return nn.Sequential(OrderedDict(parts))
 
 
-def _rows_apart(front: nn.Module, example: Tensor) -> bool:
-    """Whether the other rows stay as they are, to the last bit, when the last one changes."""
-    twin, changed = copy.deepcopy(front).eval(), example.clone()
+def _rows_apart(backbone: nn.Module, example: Tensor) -> bool:
+    """Whether the other rows stay the same, to the last bit, when the last row changes."""
+    duplicate, changed = copy.deepcopy(backbone).eval(), example.clone()
     changed[-1] = example[-1].flip(-1) * 2 + 1
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        return torch.equal(twin(example)[:-1], twin(changed)[:-1])
+        return torch.equal(duplicate(example)[:-1], duplicate(changed)[:-1])
 
 
-def _same_in_both_modes(front: nn.Module, example: Tensor) -> bool:
-    """Whether the front draws nothing and keeps no statistics: dropout and BatchNorm in training do."""
-    twin = copy.deepcopy(front)
+def _same_in_both_modes(backbone: nn.Module, example: Tensor) -> bool:
+    """Whether the backbone draws nothing and keeps no statistics, unlike dropout and BatchNorm in training."""
+    duplicate = copy.deepcopy(backbone)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        return torch.equal(twin.eval()(example), twin.train()(example))
+        return torch.equal(duplicate.eval()(example), duplicate.train()(example))

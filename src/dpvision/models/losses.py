@@ -1,4 +1,4 @@
-"""Losses: one value a row, each from its own row alone, so that clipping bounds what a row can do.
+"""Losses: one value per row, each from its own row alone, so that clipping bounds what a row can do.
 
 Shapes: N rows, K classes, M maps (one for two classes, else K), H × W pixels.
 """
@@ -22,12 +22,23 @@ SMOOTHING = 1.0
 
 
 def outputs_for(task: Task, num_classes: int) -> int:
-    """How many outputs (maps, for masks) a model needs: two classes of pixels are told apart by one map."""
+    """The number of outputs (maps, for masks) that a model needs: one map distinguishes two classes of pixels."""
     return 1 if task == "segmentation" and num_classes == 2 else num_classes
 
 
 def loss_for(task: Task, loss: LossName, num_classes: int) -> RowLoss:
-    """The loss of a task: from outputs and targets to one value a row. Equal settings give equal losses.
+    """Return the loss of a task.
+
+    Args:
+        task: "classification" or "segmentation".
+        loss: "cross_entropy"; for segmentation also "dice" and "dice_cross_entropy".
+        num_classes: of the data; at least 2 for masks.
+
+    Returns:
+        A function from outputs and targets to one value per row. Equal settings give equal losses.
+
+    Raises:
+        ArgumentError: if the task does not have that loss.
 
     Guarantee: a row's value depends on that row's outputs and targets alone.
     """
@@ -85,7 +96,7 @@ def soft_dice_loss(outputs_NMHW: Tensor, targets_NHW: Tensor) -> Tensor:
 
 
 def pixel_cross_entropy(outputs_NMHW: Tensor, targets_NHW: Tensor) -> Tensor:
-    """Cross-entropy of each row: the mean over its pixels."""
+    """Cross-entropy of each row, (N,): the mean over its pixels."""
     if outputs_NMHW.shape[1] == 1:
         wanted = targets_NHW.to(outputs_NMHW.dtype)
         losses = F.binary_cross_entropy_with_logits(outputs_NMHW[:, 0], wanted, reduction="none")
@@ -95,7 +106,7 @@ def pixel_cross_entropy(outputs_NMHW: Tensor, targets_NHW: Tensor) -> Tensor:
 
 
 def _require_maps(outputs: Tensor, targets: Tensor, maps: int) -> None:
-    """Refuse what broadcasting would silently turn into another loss."""
+    """Refuse shapes that broadcasting would silently turn into another loss."""
     wanted = (targets.shape[0], maps, *targets.shape[1:])
     if targets.dim() != 3 or tuple(outputs.shape) != wanted:
         raise ArgumentError(

@@ -1,4 +1,8 @@
-"""Resume points. A name carries the hash of its file, so a checkpoint is whole or is no checkpoint."""
+"""Checkpoints, from which a run resumes.
+
+The name of a checkpoint carries the SHA-256 of its file, so a damaged one is recognised. Each holds the length and head
+of the ledger at its moment, so a ledger that was cut afterwards is recognised too. The last two are kept.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,14 @@ _NAME = re.compile(r"step-(\d{8,18})-([0-9a-f]{64})\.safetensors")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A resume point. ``warnings`` name the damaged ones that were passed over."""
+    """A checkpoint in memory.
+
+    Attributes:
+        step: the next step to take.
+        tensors: weights and optimizer state.
+        values: everything else, as JSON.
+        warnings: damaged checkpoints that were passed over.
+    """
 
     step: int
     tensors: dict[str, Tensor]
@@ -44,7 +55,7 @@ class Checkpoint:
 @final
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFile:
-    """A checkpoint as found: its values and the (length, head) of the ledger in it, or what is wrong with it."""
+    """A checkpoint on disk: its values and the (length, head) of the ledger in it, or what is wrong with it."""
 
     path: Path
     step: int
@@ -56,7 +67,18 @@ class CheckpointFile:
 def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Path:
     """Write a checkpoint and keep the last two.
 
-    What counts as newer than the one just written was damaged or given up when the run resumed from an older one.
+    Args:
+        folder: of the checkpoints.
+        step: the next step to take.
+        tensors: weights and optimizer state.
+        values: everything else; ``values["ledger"]`` is the mark of the ledger.
+
+    Returns:
+        The new file. Files of the same or a later step are deleted: they were damaged, or given up when the run resumed
+        from an older one.
+
+    Raises:
+        ArgumentError: if the ledger's mark is missing.
     """
     if ledger_mark(values.get("ledger")) is None:
         raise ArgumentError(f"values['ledger'] must be the ledger's mark, got {values.get('ledger')!r:.100}.")
@@ -73,13 +95,13 @@ def save_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], valu
 
 
 def inspect_checkpoints(folder: Path) -> list[CheckpointFile]:
-    """Every checkpoint, newest first: by step, then by how much of the ledger it knows. Needs no torch."""
+    """List every checkpoint, newest first: by step, then by the length of its ledger. Needs no torch."""
     found = [_inspect(path) for path in folder.glob("*.safetensors")] if folder.is_dir() else []
     return sorted(found, key=lambda file: (file.step, file.ledger, file.path.name), reverse=True)
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest whole checkpoint, or None where there is none at all."""
+    """Load the newest whole checkpoint; None if there is none, ``TamperError`` if only damaged ones are left."""
     files = inspect_checkpoints(folder)
     damaged = tuple(file.problem for file in files if file.problem is not None)
     for file in files:
@@ -98,6 +120,7 @@ def _step_of(path: Path) -> int:
 
 
 def _inspect(path: Path) -> CheckpointFile:
+    """Check one checkpoint against its name."""
     step = _step_of(path)
     try:
         if file_sha256(path) != path.name[-76:-12]:

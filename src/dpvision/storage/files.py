@@ -1,6 +1,7 @@
-"""Files that are either whole or absent: written beside, flushed to disk, then renamed.
+"""Files of a run: written atomically, read with limits, and their formats (JSON, safetensors, hashes).
 
-Between values and the bytes of a file: JSON, safetensors, hashes. Bytes from outside never raise anything odd.
+A file is either whole or absent: it is written beside its place, flushed to disk, then renamed. Whatever bytes a file
+holds, reading it ends in a value or in an error of dpvision. Torch is imported only where tensors are made.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ _REMEDIES = {
 
 @contextmanager
 def disk_errors(doing: str) -> Iterator[None]:
-    """Turn an operating-system error into one line that says what could not be done, why, and what helps."""
+    """Turn an ``OSError`` of the ``with`` block into a ``DPVisionError``: what could not be done, why, and what
+    helps.
+    """
     try:
         yield
     except OSError as error:
@@ -74,7 +77,7 @@ def replacing(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
 
 @contextmanager
 def synced(path: Path) -> Iterator[int]:
-    """A descriptor for appending; what the block did to the file is on disk afterwards."""
+    """Open a file for appending and yield its descriptor; what the block writes is on disk afterwards."""
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         yield descriptor
@@ -93,7 +96,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a file's content."""
+    """The hex digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -106,7 +109,7 @@ _HEX_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def json_bytes(values: Mapping[str, Any]) -> bytes:
-    """The one way in which JSON files of a run are written: order kept, numbers finite."""
+    """Write JSON as every JSON file of a run is written: order kept, numbers finite."""
     try:
         return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()
     except (TypeError, ValueError) as error:
@@ -114,7 +117,15 @@ def json_bytes(values: Mapping[str, Any]) -> bytes:
 
 
 def parse_object(content: bytes | str, *, name: str) -> dict[str, Any]:
-    """A JSON object, whatever the bytes are; ``TamperError`` otherwise."""
+    """Parse a JSON object.
+
+    Args:
+        content: any bytes or text.
+        name: what it is, for the message.
+
+    Raises:
+        TamperError: if it is not a JSON object.
+    """
     try:
         values = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -125,7 +136,16 @@ def parse_object(content: bytes | str, *, name: str) -> dict[str, Any]:
 
 
 def read_file(path: Path, *, limit: int | None = LARGEST_JSON) -> bytes:
-    """A regular file's content; a link, a pipe or an absurdly large file is refused."""
+    """Read a regular file.
+
+    Args:
+        path: the file; a link or a pipe is refused.
+        limit: most bytes; None allows any size.
+
+    Raises:
+        DataError: if it is not a regular file or too large.
+        DPVisionError: if the system can't read it.
+    """
     with disk_errors(f"read {path}"):
         _require_ordinary(path)
         if limit is not None and path.stat().st_size > limit:
@@ -134,24 +154,25 @@ def read_file(path: Path, *, limit: int | None = LARGEST_JSON) -> bytes:
 
 
 def file_sha256(path: Path) -> str:
-    """Hex digest of a regular file of any size; a link or a pipe is refused."""
+    """The hex digest of a regular file of any size; a link or a pipe is refused."""
     with disk_errors(f"read {path}"):
         _require_ordinary(path)
         return sha256_of(path)
 
 
 def _require_ordinary(path: Path) -> None:
+    """Refuse links, pipes, folders and devices."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise DataError(f"{path} must be an ordinary file.")
 
 
 def sha256_hex(content: bytes) -> str:
-    """Hex digest of some bytes."""
+    """The hex digest of some bytes."""
     return hashlib.sha256(content).hexdigest()
 
 
 def ledger_mark(value: object) -> tuple[int, str] | None:
-    """(length, head) out of a stored mark of the ledger, or None if it is not one."""
+    """Return (length, head) of a stored mark of the ledger, or None if the value is not one."""
     if not isinstance(value, dict) or value.keys() != {"length", "head"}:
         return None
     length, head = value["length"], value["head"]
@@ -161,14 +182,14 @@ def ledger_mark(value: object) -> tuple[int, str] | None:
 
 
 def weights_bytes(tensors: Mapping[str, Tensor], *, metadata: dict[str, str] | None = None) -> bytes:
-    """Tensors as the bytes of a safetensors file; equal tensors give equal bytes."""
+    """Write tensors as a safetensors file; equal tensors give equal bytes."""
     from safetensors.torch import save
 
     return save({name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}, metadata)
 
 
 def tensors_of(content: bytes, *, name: str) -> dict[str, Tensor]:
-    """The tensors of a safetensors file that was read whole."""
+    """Read the tensors of a safetensors file that is in memory; ``TamperError`` if it is not one."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -179,7 +200,7 @@ def tensors_of(content: bytes, *, name: str) -> dict[str, Tensor]:
 
 
 def safetensors_metadata(path: Path) -> dict[str, Any]:
-    """The texts in a safetensors header, without torch. The format: eight bytes of length, JSON, data."""
+    """Read the metadata of a safetensors file without torch: eight bytes of length, a JSON header, then data."""
     with disk_errors(f"read {path}"), path.open("rb") as file:
         size = min(int.from_bytes(file.read(8), "little"), LARGEST_JSON)
         header = parse_object(file.read(size), name="the header")

@@ -1,8 +1,8 @@
-"""Public test images with what a model made of them, as one file of a release. No torch.
+"""The folder of one run: ``release/`` may be given away, ``private/`` may not.
 
-An image may be given away only where whoever configured the run named it as public; ``training.examples`` sees to it.
-
-The folder of one run: who may write to it, and in which order its files appear.
+``RunFolder`` decides who may write (one process at a time) and in which order files appear, so that at no moment there
+is a certificate that claims less than the ledger. The module also reads and writes the example images of a release,
+which are public test images only. It does not import torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,16 @@ _MOST_EXAMPLES = 32
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Example:
-    """One image: bytes, the class of every pixel as it is and as it was predicted, and how well they agree."""
+    """One public test image with its mask and the prediction.
+
+    Attributes:
+        rank: which of the examples it is, by Dice score.
+        dice: the Dice score, 0 to 1.
+        owner: the patient, if known.
+        image_CHW: bytes.
+        truth_HW: the class of every pixel.
+        predicted_HW: the predicted class of every pixel.
+    """
 
     rank: Rank
     dice: float
@@ -60,7 +69,7 @@ class Example:
 
 
 def examples_bytes(examples: Sequence[Example]) -> bytes:
-    """The examples as the bytes of a safetensors file; equal examples give equal bytes."""
+    """Write examples as a safetensors file; equal examples give equal bytes."""
     from safetensors.numpy import save
 
     words = [{"rank": each.rank, "dice": each.dice, "owner": each.owner} for each in examples]
@@ -73,7 +82,7 @@ def examples_bytes(examples: Sequence[Example]) -> bytes:
 
 
 def parse_examples(content: bytes, *, name: str) -> tuple[Example, ...]:
-    """The examples of a file, whatever its bytes are; ``TamperError`` if they are none."""
+    """Read examples; ``TamperError`` if the bytes are not what ``examples_bytes`` writes."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -92,6 +101,7 @@ def parse_examples(content: bytes, *, name: str) -> tuple[Example, ...]:
 
 
 def _example(words: dict[str, Any], image: Pixels, truth: Pixels, predicted: Pixels) -> Example:
+    """Check the facts of one example."""
     rank, dice, owner = words["rank"], words["dice"], words["owner"]
     _require(rank in get_args(Rank) and type(dice) is float and 0 <= dice <= 1)
     _require(owner is None or isinstance(owner, str))
@@ -99,11 +109,13 @@ def _example(words: dict[str, Any], image: Pixels, truth: Pixels, predicted: Pix
 
 
 def _bytes_of(array: NDArray[Any]) -> Pixels:
+    """Require an array of bytes."""
     _require(array.dtype == np.uint8)
     return array
 
 
 def _require(holds: bool) -> None:
+    """Raise ``ValueError`` unless a rule holds."""
     if not holds:
         raise ValueError("its examples don't fit together")
 
@@ -172,7 +184,13 @@ class RunFolder:
 
     @staticmethod
     def open(path: Path) -> RunFolder:
-        """An existing run folder, for reading; it is locked when it is first written to."""
+        """Open an existing run folder for reading; it is locked when it is first written to.
+
+        Raises:
+            ArgumentError: if the folder is not that of a run.
+            TamperError: if ``release/``, which held the ledger, is gone.
+            DPVisionError: if the run stopped before its first checkpoint.
+        """
         folder = RunFolder(path)
         if folder.release.is_dir():
             return folder
@@ -209,7 +227,7 @@ class RunFolder:
             self._unlock = None
 
     def save_key(self, keys: Keys, *, run_id: str, bindings: Iterable[Mapping[str, str]]) -> None:
-        """Keep the secret for resuming, readable by its owner only."""
+        """Store the secret for resuming, readable by its owner only."""
         values = {
             "secret": keys.secret.hex(),
             "context": keys.context,
@@ -220,7 +238,7 @@ class RunFolder:
         self._write(self.key_path, json_bytes({**values, "sha256": _digest(values)}), mode=0o600)
 
     def load_key(self) -> StoredKey:
-        """The secret; a changed bit is named, because other noise would pass for the charged one."""
+        """Load the secret; ``TamperError`` if any bit changed, because other noise would pass for the charged one."""
         values = parse_object(read_file(self.key_path), name=str(self.key_path))
         claimed = values.pop("sha256", None)
         if claimed != _digest(values):
@@ -233,7 +251,7 @@ class RunFolder:
             raise TamperError(f"{self.key_path} is not what dpvision writes: {error}.") from error
 
     def open_ledger(self) -> Ledger:
-        """The ledger, for writing. It must hold all that a checkpoint or a certificate remembers of it.
+        """Open the ledger for writing. It must hold everything that a checkpoint or a certificate states of it.
 
         Guarantee: before it grows, the certificate of the shorter ledger is withdrawn.
         """
@@ -242,7 +260,7 @@ class RunFolder:
         return Ledger.open(self.ledger_path, at_least=longest, before_growth=self.withdraw_release)
 
     def known_marks(self) -> dict[str, tuple[int, str]]:
-        """(length, head) of the ledger as each whole checkpoint and each certificate remembers it."""
+        """(length, head) of the ledger in each whole checkpoint and each certificate, by file name."""
         files = inspect_checkpoints(self.checkpoints)
         marks = {file.path.name: file.ledger for file in files if file.problem is None}
         for path in (self.release / CERTIFICATE, self._withdrawn):
@@ -254,33 +272,33 @@ class RunFolder:
         return marks
 
     def save_checkpoint(self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> Path:
-        """Write a resume point and keep the last two. ``values["ledger"]`` is ``Ledger.mark`` at this moment."""
+        """Write a checkpoint and keep the last two. ``values["ledger"]`` is ``Ledger.mark`` at this moment."""
         self.lock()
         with disk_errors(f"write a checkpoint into {self.checkpoints}"):
             return save_checkpoint(self.checkpoints, step, tensors, values)
 
     def latest_checkpoint(self) -> Checkpoint | None:
-        """The newest whole checkpoint, or None before the first. Only damaged ones left: ``TamperError``."""
+        """Load the newest whole checkpoint; None before the first, ``TamperError`` if only damaged ones are left."""
         return latest_checkpoint(self.checkpoints)
 
     def write_config(self, text: str) -> None:
-        """Keep the configuration, public from the start."""
+        """Write the released configuration, which is public from the start."""
         self._write(self.release / CONFIG, text.encode())
 
     def write_whole_config(self, text: str) -> None:
-        """Keep the configuration as it was run, for resuming."""
+        """Write the configuration with its paths, for resuming."""
         self._write(self.private / CONFIG, text.encode(), mode=0o600)
 
     def read_whole_config(self) -> str:
-        """The configuration as it was run, paths included."""
+        """Read the configuration with its paths."""
         return read_file(self.private / CONFIG).decode(errors="replace")
 
     def read_config(self) -> str:
-        """The configuration as it was written."""
+        """Read the released configuration."""
         return read_file(self.release / CONFIG).decode(errors="replace")
 
     def write_unsafe(self, name: str, values: Mapping[str, Any]) -> None:
-        """Keep figures that were computed from private data without noise: never part of the release."""
+        """Write metrics that were computed from private data without noise: never part of the release."""
         self._write(self.private / f"unsafe_{_plain(name)}.json", json_bytes(values), mode=0o600)
 
     def write_release(
@@ -294,10 +312,19 @@ class RunFolder:
     ) -> None:
         """Write the files that may be given away: the certificate near the end, the manifest last.
 
-        ``pages`` are texts about the certificate, by their names.
+        Args:
+            weights: the safetensors file.
+            certificate: made from the ledger, these weights and this configuration.
+            metrics: of the final model.
+            config: the released configuration; by default the one already there.
+            pages: texts about the certificate, by file name.
+
+        Raises:
+            PrivacyError: if the certificate was made from another ledger, weights or configuration.
 
         Guarantee: at no moment is there a certificate that claims less than the ledger. It is checked against the
-        ledger on disk, and an old one is withdrawn first.
+        ledger on
+        disk, and an old one is withdrawn first.
         """
         text = self.read_config() if config is None else config
         self._require_true(certificate, weights=weights, config=text.encode())
@@ -314,19 +341,21 @@ class RunFolder:
         self._write(self.release / MANIFEST, json_bytes(hashes))
 
     def _require_of_ledger(self, certificate: Mapping[str, Any]) -> None:
+        """Require a certificate that was made from the ledger as it is on disk."""
         entries = read_ledger(self.ledger_path)
         if certificate["ledger"] != {"length": len(entries), "head": entries[-1].hash}:
             raise PrivacyError("the certificate was not made from the ledger as it is on disk. Build it anew.")
 
     def _require_true(self, certificate: Mapping[str, Any], *, weights: bytes, config: bytes) -> None:
+        """Require a certificate of this ledger, these weights and this configuration."""
         self._require_of_ledger(certificate)
         if certificate["weights_sha256"] != sha256_hex(weights) or certificate["config_sha256"] != sha256_hex(config):
             raise PrivacyError("the certificate was made for other weights or another configuration. Build it anew.")
 
     def withdraw_release(self) -> None:
-        """Take certificate, manifest and all that speaks of them out of ``release/``; keep their marks.
+        """Remove the certificate, the manifest and everything that refers to them from ``release/``; keep their marks.
 
-        A page, a report or an audit of the shorter run must not be vouched for by the manifest of the longer one.
+        A page, a report or an audit of the shorter run must not be covered by the manifest of the longer one.
         """
         self.lock()
         spoken = (SIGNATURE, MANIFEST, CERTIFICATE_PAGE, CARD, REPORT, EXAMPLES, *self._attachments())
@@ -340,7 +369,7 @@ class RunFolder:
             sync_folder(self.release)
 
     def _attachments(self) -> list[str]:
-        """Names of the files that the certificate names; none if there is no whole one."""
+        """List the files that the certificate names; none if there is no whole certificate."""
         try:
             values = parse_object(read_file(self.release / CERTIFICATE), name=CERTIFICATE)
             named = [str(each["name"]) for each in values.get("attachments", [])]
@@ -349,17 +378,17 @@ class RunFolder:
         return [name for name in named if _PLAIN_NAME.fullmatch(name) and name not in _OWN_FILES]
 
     def add_to_release(self, name: str, content: bytes) -> None:
-        """Write one more file (a report, a model card) into a finished release and its manifest.
+        """Add one more file (a report, a model card) to a finished release and to its manifest.
 
-        The other files keep the hashes that they had: adding a file does not make a changed one right.
+        The other files keep their hashes: adding a file does not make a changed one right.
         """
         self._require_free(name)
         self._grow({name: content})
 
     def attach(self, name: str, content: bytes, *, certificate: Mapping[str, Any], pages: Mapping[str, str]) -> None:
-        """Write one more file that the certificate names, with the certificate, its pages and the manifest.
+        """Add one more file that the certificate names, with the certificate, its pages and the manifest.
 
-        A crash leaves a manifest that does not fit; ``dpvision resume`` then writes the release anew.
+        A crash leaves a manifest that does not match; ``dpvision resume`` then writes the release again.
         """
         self._require_free(name)
         self._require_of_ledger(certificate)
@@ -367,13 +396,16 @@ class RunFolder:
         self._grow({name: content, **texts, CERTIFICATE: json_bytes(certificate)})
 
     def write_signature(self, content: bytes, release: Path) -> None:
-        """Put a signature beside the manifest in ``release``, which may be away from its run and have another name."""
+        """Write a signature beside the manifest in ``release``, which may be away from its run and have another
+        name.
+        """
         if release == self.release and self.private.is_dir():
             self.lock()
         with disk_errors(f"write {release / SIGNATURE}"):
             write_atomically(release / SIGNATURE, content)
 
     def _require_free(self, name: str) -> None:
+        """Refuse names of the run's own files, and any file in a signed release."""
         if _plain(name) in _OWN_FILES:
             raise ArgumentError(f"{name} is written by the run itself. Choose another name.")
         if (self.release / SIGNATURE).exists():
@@ -383,6 +415,7 @@ class RunFolder:
             )
 
     def _grow(self, files: Mapping[str, bytes]) -> None:
+        """Write files into the release and their hashes into the manifest."""
         path = self.release / MANIFEST
         hashes = parse_object(read_file(path), name=str(path))
         self._clear_leftovers()
@@ -392,13 +425,20 @@ class RunFolder:
         self._write(path, json_bytes(dict(sorted(hashes.items()))))
 
     def _clear_leftovers(self) -> None:
-        """Remove what a writer that was killed left of files that it did not finish."""
+        """Delete temporary files of a process that was killed."""
         self.lock()
         for path in (*self.release.glob(".*.tmp"), *self.private.glob(".*.tmp")):
             path.unlink(missing_ok=True)
 
     def load_weights(self, *, sha256: str | None = None) -> dict[str, Tensor]:
-        """The released weights, if they are those of that hash; left open, it is the one that the certificate names."""
+        """Load the released weights.
+
+        Args:
+            sha256: their digest; by default the one in the certificate.
+
+        Raises:
+            TamperError: if the file has another digest.
+        """
         if sha256 is None:
             certificate = parse_object(read_file(self.release / CERTIFICATE), name=str(self.release / CERTIFICATE))
             sha256 = certificate.get("weights_sha256")
@@ -409,20 +449,21 @@ class RunFolder:
         return tensors_of(content, name=str(path))
 
     def _write(self, path: Path, content: bytes, *, mode: int = 0o644) -> None:
+        """Write one file atomically, under the lock."""
         self.lock()
         with disk_errors(f"write {path}"):
             write_atomically(path, content, mode=mode)
 
 
 def release_files(release: Path) -> list[str]:
-    """Every file below ``release/`` but the manifest and its signature, links included, by relative name."""
+    """List every file below ``release/`` but the manifest and its signature, links included, by relative name."""
     files = (path for path in release.rglob("*") if path.is_symlink() or not path.is_dir())
     names = (path.relative_to(release).as_posix() for path in files)
     return sorted(name for name in names if name not in {MANIFEST, SIGNATURE})
 
 
 def _locked(path: Path, root: Path) -> int:
-    """A descriptor that holds the lock; the system drops it when the process ends, however it ends."""
+    """Return a descriptor that holds the lock; the system releases it when the process ends, however it ends."""
     import fcntl  # not on every system; reading needs no lock
 
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -441,7 +482,7 @@ def _locked(path: Path, root: Path) -> int:
 
 
 def _require_key(values: dict[str, Any]) -> None:
-    """Texts where there are texts: whoever can write the file can mend its hash."""
+    """Check the fields' types: who can write the file can correct its hash too."""
     bindings = values["bindings"]
     facts = [each for binding in bindings for each in binding.items()] if bindings else []
     texts = [values["context"], values["run_id"], *(part for fact in facts for part in fact)]
@@ -452,10 +493,12 @@ def _require_key(values: dict[str, Any]) -> None:
 
 
 def _digest(values: dict[str, Any]) -> str:
+    """The hash of the key file's values."""
     return sha256_hex(json.dumps(values, sort_keys=True).encode())
 
 
 def _plain(name: str) -> str:
+    """Refuse a file name that could lead elsewhere."""
     if not _PLAIN_NAME.fullmatch(name):
         raise ArgumentError(f"a file name must be plain letters, digits, dots and dashes, got {name!r}.")
     return name

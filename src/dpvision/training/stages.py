@@ -94,10 +94,10 @@ def _phase(model: nn.Module, config: RunConfig, example: Tensor, first: int, tra
     cut = split(model, example)
     if cut is None:
         return whole
-    dtype = _dtype(features_of(cut.front, example)[0].numel() * config.views.count, config)
+    dtype = _dtype(features_of(cut.backbone, example)[0].numel() * config.views.count, config)
     if dtype is None:
         return whole
-    return Stage(first, trained, cut.rest, cut.front, dtype, mirrored(config.views))
+    return Stage(first, trained, cut.rest, cut.backbone, dtype, mirrored(config.views))
 
 
 def features_of(front: nn.Module, inputs: Tensor) -> Tensor:
