@@ -30,8 +30,7 @@ TRAINING_DATA = "training data"
 TEST_SPLIT = "test split"
 SHOWN_IMAGES_NAMES = ("test images in the release", "test pictures in the release")
 HISTORY_NAMES = ("history of the initial weights", "history of the first weights")
-INITIAL_WEIGHTS_NAMES = ("initial weights", "first weights")
-SHOWN_IMAGES, HISTORY, INITIAL_WEIGHTS = SHOWN_IMAGES_NAMES[0], HISTORY_NAMES[0], INITIAL_WEIGHTS_NAMES[0]
+SHOWN_IMAGES, HISTORY = SHOWN_IMAGES_NAMES[0], HISTORY_NAMES[0]
 HELD_OUT = "held out of training by a keyed draw and declared public: this run's epsilon does not protect them"
 
 NO_PRIVACY = "trained without privacy: no guarantee"
