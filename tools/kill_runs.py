@@ -198,10 +198,9 @@ def live(life: Life, board: Board) -> None:
 
 def _tell(board: Board, drawn: Path) -> None:
     """Make the library say where it is, and note each noisy value after it was drawn. Only in a child."""
-    import dpvision.training.start as training
     from dpvision.privacy import private_step
     from dpvision.storage.run_folder import RunFolder
-    from dpvision.training import start
+    from dpvision.training import resume, start, write_release
 
     def part(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def inside(*arguments: Any, **options: Any) -> Any:
@@ -221,10 +220,10 @@ def _tell(board: Board, drawn: Path) -> None:
 
         return noting
 
-    training.start_run = part("start", training.start_run)
-    training.resume_run = part("start", training.resume_run)
-    training.run_steps = part("steps", training.run_steps)
-    training.write_release = part("release", training.write_release)
+    start.start_run = part("start", start.start_run)
+    resume.resume_run = part("start", resume.resume_run)
+    write_release.run_steps = part("steps", write_release.run_steps)
+    write_release.write_release = part("release", write_release.write_release)
     RunFolder.save_checkpoint = part("checkpoint", RunFolder.save_checkpoint)
     private_step.privatize = noted(
         private_step.privatize, lambda noisy: b"".join(g.numpy().tobytes() for g in noisy.gradients.values())

@@ -28,6 +28,7 @@ from dpvision.data import (
     store_of_arrays,
 )
 from dpvision.data.features import BATCH
+from dpvision.data.splits import load_splits
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
 from dpvision.inference import evaluate
 from dpvision.inference.load import load_model
@@ -38,10 +39,8 @@ from dpvision.privacy.ledger import charges_of, read_ledger
 from dpvision.privacy.mechanism import OrdinarySampling
 from dpvision.privacy.randomness import Keys
 from dpvision.release.verify import verify
-from dpvision.training import resume_training, train
-from dpvision.training.callbacks import RunCallback
-from dpvision.training.prepare import load_splits
-from dpvision.training.stages import Stage, quickly, run_features, training_stages
+from dpvision.training import RunCallback, resume_training, train
+from dpvision.training.stages import Stage, feature_forward, split_features, training_stages
 from dpvision.training.start import start_run
 from dpvision.training.trainer import take_step
 from tiny_runs import CLASSES, SIDE, interrupt_run, synthetic_images, tiny_config, write_images
@@ -181,7 +180,7 @@ def test_a_rows_features_depend_neither_on_how_many_rows_there_are_nor_on_its_pl
 def test_a_rows_features_by_fast_layers_depend_neither_on_other_rows_nor_on_its_place(front: nn.Module) -> None:
     images = torch.from_numpy(synthetic_images(BATCH + 3)[0])
     whole = nn.Sequential(front)
-    with quickly(whole, NORMALISATION.apply(images[:2]), "float32") as look:
+    with feature_forward(whole, NORMALISATION.apply(images[:2]), "float32") as look:
         assert (look is not whole) == native.available()
         many, few, moved = (
             extract(look, some, NORMALISATION, mirrored=False, dtype=torch.float32).values_NWF
@@ -425,7 +424,7 @@ def test_features_in_bfloat16_are_near_those_in_full_and_have_a_key_of_their_own
         settings = {"cache_features": "disk", "feature_precision": precision, "data": {"data_dir": str(tmp_path)}}
         config = scatter_config(pictures, **settings)
         loaded = load_splits(config, Keys.from_seed(0))
-        features = run_features(
+        features = split_features(
             phase, config, loaded, normalisation=NORMALISATION, device="cpu", callback=RunCallback()
         )
         assert features is not None

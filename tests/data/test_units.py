@@ -10,12 +10,13 @@ import pytest
 from PIL import Image
 
 from dpvision.config import DataConfig, parse_config
+from dpvision.data.splits import load_splits, require_test_part
 from dpvision.errors import ArgumentError
 from dpvision.privacy.ledger import Ledger, read_ledger
 from dpvision.privacy.randomness import Keys
 from dpvision.release.build import ReleaseFacts, build_certificate
 from dpvision.training.declarations import note_declarations
-from dpvision.training.prepare import Prepared, load_splits, prepare, require_test_part
+from dpvision.training.prepare import Prepared, prepare
 from dpvision.training.start import ledger_header
 
 KEYS = Keys.from_seed(5)
@@ -50,7 +51,7 @@ def prepared(folder: Path, **changes: Any) -> Prepared:
 
 def certificate_of(made: Prepared, path: Path) -> dict[str, Any]:
     ledger = Ledger.create(path, ledger_header(made.config, "r", hand_seeded=False))
-    note_declarations(ledger, made.config, made.pictures)
+    note_declarations(ledger, made.config, made.splits)
     facts = ReleaseFacts(weights_sha256="a" * 64, config_sha256="b" * 64, data={}, software={})
     mechanism = made.config.mechanism
     return build_certificate(ledger=read_ledger(path), mechanism=mechanism, hand_seeded=False, release=facts)
@@ -60,7 +61,7 @@ def test_files_without_ids_of_patients_are_volumes_and_the_gap_is_named(volumes:
     made = prepared(volumes)
     assert (made.config.privacy.privacy_unit, made.config.data.units) == ("volume", "owners")
     assert made.config.data.rows_per_unit == 4
-    assert made.pictures.train.num_units + made.pictures.test.num_units == 8
+    assert made.splits.train.num_units + made.splits.test.num_units == 8
     certificate = certificate_of(made, tmp_path / "ledger.jsonl")
     assert certificate["privacy_unit"] == "volume"
     assert GAP in certificate["not_covered"]
@@ -75,7 +76,7 @@ def test_where_a_pattern_names_the_patient_the_unit_is_a_patient_and_owns_its_vo
 ) -> None:
     made = prepared(volumes, unit_pattern=r"(p\d)_")
     assert made.config.privacy.privacy_unit == "patient"
-    assert made.pictures.train.num_units + made.pictures.test.num_units == 4
+    assert made.splits.train.num_units + made.splits.test.num_units == 4
     assert GAP not in certificate_of(made, tmp_path / "ledger.jsonl")["not_covered"]
 
 
@@ -125,7 +126,7 @@ def overlap(place: Path, source: str, test: str, *, has_one: bool = False) -> No
     ],
 )
 def test_private_pictures_are_no_public_test_however_they_are_named(place: Path, source: str, test: str) -> None:
-    with pytest.raises(ArgumentError, match="test must name other pictures than the private ones"):
+    with pytest.raises(ArgumentError, match="test must name other images than the private ones"):
         overlap(place, source, test)
 
 
@@ -159,5 +160,5 @@ def test_known_names_are_no_folders(place: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_run_is_refused_before_anything_is_shown(place: Path, test: str) -> None:
     data = {"source": str(place / "scans"), "test": str(place / test), "image_size": 8}
     config = parse_config({"data": data, "privacy": {"target_epsilon": 3.0}})
-    with pytest.raises(ArgumentError, match="other pictures than the private ones"):
+    with pytest.raises(ArgumentError, match="other images than the private ones"):
         load_splits(config, KEYS)

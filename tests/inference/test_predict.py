@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from bright_model import bright_model
 from dpvision.cli import app
+from dpvision.data.splits import load_splits
 from dpvision.errors import DPVisionError
 from dpvision.inference.predict import at_own_size, write_masks
 from dpvision.privacy.randomness import Keys
@@ -24,7 +25,6 @@ from dpvision.release.statements import SHOWN_IMAGES
 from dpvision.release.verify import verify
 from dpvision.storage.run_folder import EXAMPLES, parse_examples
 from dpvision.training import train
-from dpvision.training.prepare import load_splits
 from tiny_masks import discs, tiny_mask_config, write_discs
 
 
@@ -292,7 +292,7 @@ def test_held_out_patients_are_figures_and_no_pictures(tmp_path: Path) -> None:
 def test_private_pictures_are_not_taken_for_public_ones(tmp_path: Path, other_name: str) -> None:
     (tmp_path / "sub").mkdir()
     source = without_test_part(write_discs(tmp_path / "discs.npz"))
-    with pytest.raises(DPVisionError, match="other pictures than the private ones"):
+    with pytest.raises(DPVisionError, match="other images than the private ones"):
         train(tiny_mask_config(source, data={"test": str(tmp_path / other_name)}), run=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

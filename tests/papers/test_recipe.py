@@ -22,7 +22,7 @@ from dpvision.papers import NOT_RUN, Recipe, all_recipes, find_recipe, place_dat
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.release.verify import verify
 from dpvision.training import train
-from dpvision.training.initial_weights import trained_names
+from dpvision.training.stages import trained_names
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = [config for recipe in all_recipes() for config in (recipe.config, recipe.cpu) if config is not None]

@@ -167,7 +167,7 @@ def test_a_stopped_run_has_a_certificate_but_is_no_figure_until_it_is_finished(
         def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
             request.requested = True
 
-    monkeypatch.setattr("dpvision.training.start.stop_on_signals", lambda: nullcontext(request))
+    monkeypatch.setattr("dpvision.training.write_release.stop_on_signals", lambda: nullcontext(request))
     assert reproduce(quick(tmp_path, rows=(TANH,)), callback=Asking()).interrupted
     certificate = tmp_path / "runs" / TANH / "1" / "release" / "certificate.json"
     assert json.loads(certificate.read_text())["steps_taken"] == 1

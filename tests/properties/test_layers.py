@@ -23,8 +23,7 @@ LAYERS = (
     ("privacy",),
     ("release", "inference"),
     ("training",),
-    ("inference.load",),  # a released model is rebuilt with the functions that trained it
-    ("inference.predict", "papers", "audit"),
+    ("papers", "audit"),
     ("cli",),
     ("__main__",),
 )

@@ -24,7 +24,7 @@ from dpvision.privacy.ledger import charges_of, read_ledger
 from dpvision.privacy.randomness import Keys
 from dpvision.release.statements import COUNTED_UNITS
 from dpvision.release.verify import verify
-from dpvision.training.prepare import count_charges, with_number_of_units
+from dpvision.training.prepare import count_charges, count_units
 from tiny_runs import SIDE, synthetic_images, write_images
 from tools.neighbours import ALLOWED, CHANNELS, CLASSES, Found, Setting, experiment, try_setting
 
@@ -184,7 +184,7 @@ def test_a_number_of_units_that_nobody_declared_is_counted_with_noise_and_charge
 def counted(source: Path, seed: int, **privacy: Any) -> Any:
     store = load(str(source), LoadOptions()).train
     config = parse_config({"data": {"source": str(source)}, "privacy": {"target_epsilon": 3.0, **privacy}})
-    return with_number_of_units(config, store, Keys.from_seed(seed))
+    return count_units(config, store, Keys.from_seed(seed))
 
 
 def test_the_noise_on_the_count_is_the_one_that_is_charged(tmp_path: Path) -> None:
@@ -193,12 +193,12 @@ def test_the_noise_on_the_count_is_the_one_that_is_charged(tmp_path: Path) -> No
     config = parse_config(
         {"data": {"source": str(path)}, "privacy": {"target_epsilon": 3.0, "count_noise_multiplier": 7.0}}
     )
-    found = [with_number_of_units(config, store, Keys.from_seed(seed))[0].privacy.num_units for seed in range(3000)]
+    found = [count_units(config, store, Keys.from_seed(seed))[0].privacy.num_units for seed in range(3000)]
     off = np.array(found, dtype=np.float64) - 60
     # 60 of 99 is rounded to whole numbers only; above 99 two digits are kept, 5.6 deviations away.
     assert abs(off.mean()) < 5 * 7 / math.sqrt(3000)
     assert abs(off.std() / 7 - 1) < 5 / math.sqrt(6000)  # 6.5 %, false alarm 6e-7
-    ((event, count),) = count_charges(with_number_of_units(config, store, Keys.from_seed(0))[0])
+    ((event, count),) = count_charges(count_units(config, store, Keys.from_seed(0))[0])
     assert (event.noise_multiplier, event.sample_rate, count) == (7.0, 1.0, 1)
 
 
@@ -210,7 +210,7 @@ def test_a_declared_number_a_published_dataset_and_a_run_without_privacy_are_not
         assert not choices
         assert not count_charges(config)
     published = parse_config({"data": {"source": "digits"}, "privacy": {"target_epsilon": 3.0}})
-    config, _ = with_number_of_units(published, load(str(path), LoadOptions()).train, Keys.from_seed(0))
+    config, _ = count_units(published, load(str(path), LoadOptions()).train, Keys.from_seed(0))
     assert config.privacy.num_units is None
 
 

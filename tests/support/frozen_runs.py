@@ -68,7 +68,7 @@ def run_frozen(
     def without_data(**facts: str) -> dict[str, str]:
         return bound(**{**facts, "data_fingerprint": "shared"})
 
-    monkeypatch.setattr("dpvision.training.start.current_binding", without_data)
+    monkeypatch.setattr("dpvision.training.run_fingerprint.current_binding", without_data)
     folder.mkdir()
     monkeypatch.chdir(folder)
     write_images(Path("pictures.npz"), extra=extra)

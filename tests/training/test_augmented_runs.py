@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 import dpvision.data.batches as draws_module
+import dpvision.training.stages as stages_module
 import dpvision.training.trainer as loop_module
-import dpvision.training.trainer as session_module
 from dpvision.cli import app
 from dpvision.config import parse_config
 from dpvision.errors import ArgumentError, PrivacyError
@@ -122,13 +122,13 @@ def test_the_plan_is_settled_on_as_many_rows_as_a_unit_has(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes: list[tuple[int, ...]] = []
-    original = session_module.plan_for
+    original = stages_module.plan_for
 
     def watched(model: Any, loss: Any, like: Microbatch, performance: Any) -> Any:
         shapes.append(tuple(like.row_weights_UR.shape))
         return original(model, loss, like, performance)
 
-    monkeypatch.setattr(session_module, "plan_for", watched)
+    monkeypatch.setattr(stages_module, "plan_for", watched)
     config = with_views(pictures, data={"rows_per_unit": 2})
     session, _ = start_run(config, tmp_path / "run", seed=3, device="cpu")
     with session.folder:

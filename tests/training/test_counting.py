@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no model of the catalogue": ({"model": {"name": "resnet99", "options": {}}}, "resnet99"),
     "constants of the pictures": (
         {"model": {"name": "scatter_linear", "options": {"constants": "pictures"}}},
-        "constants must come from other pictures",
+        "constants must come from other images",
     ),
 }
 
@@ -68,9 +68,9 @@ def test_steps_for_the_head_need_steps_that_no_count_proposes(pictures: Path) ->
     config = config_of(pictures, privacy={"steps": None})
     values = {**config.model_dump(), "transfer": HEAD_FIRST}
     with pytest.raises(ArgumentError, match="head_steps needs steps"):
-        counting.require_plan_that_fits_any(parse_config(values))
+        counting.require_plan_for_any_count(parse_config(values))
     values["privacy"]["steps"] = 12
-    counting.require_plan_that_fits_any(parse_config(values))
+    counting.require_plan_for_any_count(parse_config(values))
 
 
 def test_a_declared_number_may_have_noise_and_a_target(pictures: Path, nobody_counts: None) -> None:

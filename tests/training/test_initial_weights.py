@@ -28,15 +28,9 @@ from dpvision.release.verify import verify
 from dpvision.storage.run_folder import RunFolder
 from dpvision.training import resume_training, train
 from dpvision.training.callbacks import RunCallback
-from dpvision.training.initial_weights import (
-    KNOWN_WEIGHTS,
-    find_known,
-    fit,
-    head_of,
-    read_weights,
-    stages_of,
-    trained_names,
-)
+from dpvision.training.initial_weights import fit, read_weights
+from dpvision.training.pretrained import KNOWN_WEIGHTS
+from dpvision.training.stages import blocks_of, head_of, trained_names
 from dpvision.training.start import start_run
 from tiny_runs import SIDE, interrupt_run, tiny_config, write_images
 
@@ -244,7 +238,7 @@ def test_a_frozen_batch_norm_is_batch_norm_in_evaluation_and_a_group_norm_takes_
 def test_published_weights_fit_their_model_whole(name: str) -> None:
     known = KNOWN_WEIGHTS[name]
     try:
-        path = find_known(known, None)
+        path = known.find(None)
     except DataError:
         pytest.skip(f"{name} is not on this machine")
     tensors, _ = read_weights(path)
@@ -281,7 +275,7 @@ def test_the_head_of_every_model_gives_one_score_a_class() -> None:
 
 def test_the_last_stages_are_counted_from_the_head() -> None:
     model = models.create("resnet9", seed=0)
-    assert stages_of(model)[-3:] == ["conv4", "res2", "classifier"]
+    assert blocks_of(model)[-3:] == ["conv4", "res2", "classifier"]
     names = trained_names(model, "last", stages=3)
     assert {name.partition(".")[0] for name in names} == {"conv4", "res2", "classifier"}
     assert trained_names(model, "last", stages=1) == trained_names(model, "head")
@@ -289,7 +283,7 @@ def test_the_last_stages_are_counted_from_the_head() -> None:
     with pytest.raises(ArgumentError, match="stages must be 1 to 7"):
         trained_names(model, "last", stages=8)
     lite = efficientnet_lite0(num_classes=2, in_channels=3)
-    assert stages_of(lite)[-3:] == ["blocks.15", "conv_head", "fc"]
+    assert blocks_of(lite)[-3:] == ["blocks.15", "conv_head", "fc"]
 
 
 # ---- runs

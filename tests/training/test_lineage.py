@@ -24,8 +24,8 @@ from dpvision.release.verify import verify
 from dpvision.storage.files import file_sha256, json_bytes, sha256_hex
 from dpvision.training import resume_training, train
 from dpvision.training.callbacks import RunCallback
-from dpvision.training.initial_weights import KNOWN_WEIGHTS, KnownWeights
 from dpvision.training.lineage import transfer_declarations, transfer_stamps
+from dpvision.training.pretrained import KNOWN_WEIGHTS, KnownWeights
 from tiny_runs import SIDE, tiny_config, write_images
 
 CNN: dict[str, Any] = {"name": "shoefit_cnn", "options": {"image_size": SIDE, "filters": 3}}

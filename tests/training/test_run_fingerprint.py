@@ -13,7 +13,8 @@ from dpvision import models
 from dpvision.config import Performance
 from dpvision.gradients import plan
 from dpvision.training import run_fingerprint
-from dpvision.training.start import resume_run, start_run
+from dpvision.training.resume import resume_run
+from dpvision.training.start import start_run
 from dpvision.training.trainer import take_step
 from tiny_runs import CLASSES, SIDE, tiny_config, write_images
 

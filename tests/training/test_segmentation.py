@@ -18,6 +18,7 @@ from dpvision import models
 from dpvision.cli import app
 from dpvision.config import Performance, parse_config
 from dpvision.data import ImageBatches, ImageStore, fixed_normalisation, store_of_arrays
+from dpvision.data.splits import limit_rows, load_splits
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.gradients.clipped_sum import clipped_sum_of_batch
 from dpvision.models.losses import loss_for
@@ -27,7 +28,7 @@ from dpvision.release.verify import verify
 from dpvision.storage.run_folder import RunFolder
 from dpvision.training import resume_training, train
 from dpvision.training.defaults import Facts, fill_open_settings
-from dpvision.training.prepare import limited_rows, load_splits, name_units
+from dpvision.training.prepare import name_units
 from dpvision.training.start import start_run
 from tiny_masks import SIDE, discs, tiny_mask_config, write_discs
 from tiny_runs import interrupt_run
@@ -192,8 +193,8 @@ def slice_store(slices_of: list[int]) -> ImageStore:
 
 def test_an_owner_gives_no_more_rows_than_declared_and_moves_nobody_elses() -> None:
     config = tiny_mask_config(Path("slices.npz"), data={"units": "rows"}, privacy={"most_rows_per_owner": 3})
-    few = limited_rows(slice_store([2, 5]), config)
-    many = limited_rows(slice_store([2, 5, 40]), config)
+    few = limit_rows(slice_store([2, 5]), config)
+    many = limit_rows(slice_store([2, 5, 40]), config)
     assert list(few.owners or ()) == ["0"] * 2 + ["1"] * 3
     assert list(many.owners or ()) == ["0"] * 2 + ["1"] * 3 + ["2"] * 3
     assert torch.equal(many.images[: few.num_rows], few.images)

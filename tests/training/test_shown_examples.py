@@ -11,7 +11,8 @@ import torch
 
 from dpvision.config import parse_config
 from dpvision.data import store_of_arrays
-from dpvision.training.trainer import choose_rows, example_file, may_show_pictures
+from dpvision.data.splits import may_show_images
+from dpvision.training.write_release import choose_rows, example_file
 
 
 def store_with(masks: np.ndarray, owners: list[str] | None = None) -> Any:
@@ -73,7 +74,7 @@ def test_pictures_are_shown_only_where_the_user_named_them(task: str, test: str 
     config = parse_config(
         {"task": task, "data": {"source": "scans", "test": test}, "privacy": {"noise_multiplier": 1.0}}
     )
-    assert may_show_pictures(config) is shown
+    assert may_show_images(config) is shown
 
 
 def test_held_out_patients_never_become_examples() -> None:

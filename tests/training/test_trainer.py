@@ -24,8 +24,9 @@ from dpvision.release.report import write_report
 from dpvision.release.verify import verify
 from dpvision.storage.run_folder import RunFolder
 from dpvision.training import resume_training, train
+from dpvision.training.resume import resume_run
 from dpvision.training.run_fingerprint import bound_keys
-from dpvision.training.start import resume_run, start_run
+from dpvision.training.start import start_run
 from dpvision.training.trainer import take_step
 from dpvision.training.write_release import write_release
 from tiny_runs import SIDE, interrupt_run, synthetic_images, tiny_config, write_images
@@ -221,7 +222,7 @@ def test_a_run_that_released_statistics_and_died_says_what_it_spent(
     def power_cut(*arguments: Any, **keywords: Any) -> Any:
         raise ConnectionAbortedError
 
-    monkeypatch.setattr("dpvision.training.start.assemble", power_cut)
+    monkeypatch.setattr("dpvision.training.start.Session", power_cut)
     config = tiny_config(pictures, data={"normalisation": "released"})
     with pytest.raises(ConnectionAbortedError):
         train(config, run=tmp_path / "run", seed=3)
@@ -237,7 +238,7 @@ def test_random_layers_draw_the_same_when_a_step_is_replayed(
             torch.manual_seed(0)
             return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.5), torch.nn.Linear(64, 3))
 
-    monkeypatch.setattr("dpvision.training.trainer.models.create", with_dropout)
+    monkeypatch.setattr("dpvision.training.stages.models.create", with_dropout)
     train(tiny_config(pictures), run=tmp_path / "whole", seed=3)
     interrupt_run(tmp_path / "cut", tiny_config(pictures), after=7)
     with torch.random.fork_rng():
@@ -285,10 +286,10 @@ def test_a_new_picture_moves_no_other_between_training_and_the_held_out_part(tmp
     session, _ = resume_run(run, allow_fork=True, device="cpu")
     tested_now = set(session.splits.test.row_names)
     keys = session.folder.load_key()
-    from dpvision.training.start import holdout_keys
+    from dpvision.data.splits import holdout_keys
 
     (tmp_path / "scans" / "0" / "a-new-one.png").unlink()
-    from dpvision.training.prepare import load_splits
+    from dpvision.data.splits import load_splits
 
     tested_before = set(load_splits(session.config, holdout_keys(keys.keys, keys.run_id)).test.row_names)
     assert tested_now - {"0/a-new-one.png"} == tested_before
@@ -455,7 +456,7 @@ def test_feature_constants_are_declared_and_never_those_of_the_private_pictures(
     pictures = write_images(tmp_path / "cifar100-half.npz")
     options = {"image_size": SIDE, "standardise": "constants", "constants": "cifar100"}
     changes = {"model": {"name": "scatter_linear", "options": options}, "data": {"channels": 3}}
-    with pytest.raises(ArgumentError, match="constants must come from other pictures"):
+    with pytest.raises(ArgumentError, match="constants must come from other images"):
         train(tiny_config(pictures, **changes), run=tmp_path / "run", seed=1)
     assert not (tmp_path / "run").exists()
     other = pictures.rename(tmp_path / "scans.npz")

@@ -80,7 +80,7 @@ CLIPPING = (
     *mutations(
         "training/test_clipping_runs",
         "training/start.py",
-        ("the ledger forgets the style", '        "clipping": privacy.clipping if privacy.enabled else None,\n', ""),
+        ("the ledger forgets the style", '        "clipping": privacy.clipping if private else None,\n', ""),
     ),
     *mutations(
         "training/test_clipping_runs",

@@ -17,7 +17,7 @@ FAULTS = (
         ("units are counted with less noise", "+ noise * float(normal)", "+ 0.9 * noise * float(normal)"),
         (
             "counting costs nothing",
-            "return ((Event(sample_rate=1.0, noise_multiplier=noise, purpose=COUNT), 1),)",
+            "return ((Event(sample_rate=1.0, noise_multiplier=noise, purpose=COUNTED_UNITS), 1),)",
             "return ()",
         ),
     ),

@@ -111,9 +111,14 @@ MASKS = (
     ),
     *mutations(
         "training/test_segmentation",
-        "training/prepare.py",
+        "data/splits.py",
         ("an owner gives one row too many", "place < most", "place <= most"),
         ("an owner's rows depend on others", "np.arange(len(order)) - first", "np.arange(len(order))"),
+        ("rows of an owner are not limited", "train=limit_rows(train, config)", "train=train"),
+    ),
+    *mutations(
+        "training/test_segmentation",
+        "training/prepare.py",
         (
             "patients are not the unit though they are known",
             'grouped = store.owners is not None and data.units != "rows"',
@@ -121,18 +126,13 @@ MASKS = (
         ),
     ),
     *mutations(
-        "training/test_segmentation",
-        "training/prepare.py",
-        (
-            "rows of an owner are not limited",
-            "RunSplits(limited_rows(train, config), test",
-            "RunSplits(train, test",
-        ),
+        "training/test_shown_examples",
+        "data/splits.py",
+        ("pictures that nobody called public are shown", " and config.data.test is not None", ""),
     ),
     *mutations(
         "training/test_shown_examples",
-        "training/trainer.py",
-        ("pictures that nobody called public are shown", " and config.data.test is not None", ""),
+        "training/write_release.py",
         ("held-out pictures are shown", " or session.splits.held_out", ""),
     ),
     *mutations(
@@ -146,7 +146,7 @@ MASKS = (
     ),
     *mutations(
         "inference/test_predict",
-        "training/prepare.py",
+        "data/splits.py",
         (
             "private pictures are their own public test",
             "if around or test.is_relative_to(private):",
@@ -172,7 +172,7 @@ MASKS = (
         "training/trainer.py",
         (
             "names of patients whom nobody called public",
-            "name_patients=may_show_pictures(session.config) and not",
+            "name_patients=may_show_images(session.config) and not",
             "name_patients=not",
         ),
     ),

@@ -55,6 +55,10 @@ TRAINING = (
         "training/test_trainer",
         "training/start.py",
         ("statistics are not charged", "    ledger.charge(event, step=0)\n", ""),
+    ),
+    *mutations(
+        "training/test_trainer",
+        "training/resume.py",
         ("changed data goes on unasked", "    if grave and not allow_fork:", "    if False:"),
     ),
     *mutations(

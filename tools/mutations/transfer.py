@@ -55,21 +55,21 @@ TRANSFER = (
     *mutations(
         "training/test_initial_weights",
         "training/stages.py",
-        ("everything learns", "requires_grad_(name in phase.trained)", "requires_grad_(True)"),
-        ("the phases share a plan", "Stage(step, names, copy.copy(model))", "Stage(step, names, model)"),
+        ("everything learns", "requires_grad_(name in stage.trained)", "requires_grad_(True)"),
+        ("the phases share a plan", '"all"), copy.copy(model))', '"all"), model)'),
     ),
     *mutations(
         "training/test_initial_weights",
         "training/trainer.py",
         (
             "nobody looks between two phases",
-            "        self.optimizer.check_untouched()  # the next one takes what it finds for granted\n",
+            "            self.optimizer.check_untouched()  # the next optimizer takes the weights as it finds them\n",
             "",
         ),
         (
             "a resumed run changes phase too early",
-            "stage_at(learner.stages, max(0, taken - 1))",
-            "stage_at(learner.stages, taken)",
+            "stage_at(self.stages, max(0, self.step - 1))",
+            "stage_at(self.stages, self.step)",
         ),
     ),
     *mutations(
@@ -114,14 +114,18 @@ TRANSFER = (
     ),
     *mutations(
         "training/test_initial_weights",
-        "training/lineage.py",
+        "training/initial_weights.py",
         ("any file will do", "if expected not in (None, found.sha256):", "if False:"),
         ("nobody says what weights were trained on", "    if found.source is None:\n", "    if False:\n"),
     ),
     *mutations(
         "training/test_lineage",
+        "training/initial_weights.py",
+        ("a run's file passes for public", "        require_outside_runs(path)\n", ""),
+    ),
+    *mutations(
+        "training/test_lineage",
         "training/lineage.py",
-        ("a run's file passes for public", "        _require_no_run(path)\n", ""),
         ("a link hides the run", "path.resolve().parents", "path.absolute().parents"),
         ("grandparents are forgotten", "transfer=_parsed(own),", "transfer=None,"),
         (
@@ -131,7 +135,7 @@ TRANSFER = (
         ),
         ("weights are swapped after the check", "load_weights(sha256=certificate.weights_sha256)", "load_weights()"),
         ("the history is swapped after the check", "if sha256_hex(content) != certificate.config_sha256:", "if False:"),
-        ("the last name of the data counts", "data = noted or (", "data = noted[-1:] or ("),
+        ("the last name of the data counts", "data=noted or (", "data=noted[-1:] or ("),
     ),
     *mutations(
         "training/test_lineage",
@@ -159,10 +163,10 @@ TRANSFER = (
     ),
     *mutations(
         "training/test_lineage",
-        "training/start.py",
+        "training/resume.py",
         (
             "a fork to other data is not stamped",
-            "    note_declarations(ledger, config, pictures)  # a fork may have brought other data or settings\n",
+            "    note_declarations(ledger, config, splits)  # a fork may have brought other data or settings\n",
             "",
         ),
     ),
@@ -192,7 +196,7 @@ TRANSFER = (
     ),
     *mutations(
         "training/test_lineage",
-        "training/initial_weights.py",
+        "training/pretrained.py",
         ("parts of ImageNet pass for other data", '"*imagenet*"', '"imagenet"'),
     ),
     *mutations(

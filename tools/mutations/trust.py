@@ -136,10 +136,10 @@ TRUST: tuple[Mutation, ...] = (
     ),
     *mutations(
         "training/test_trainer",
-        "training/start.py",
+        "training/resume.py",
         (
             "declarations of a fork are not written",
-            "    note_declarations(ledger, config, pictures)  # a fork may have brought other data or settings\n",
+            "    note_declarations(ledger, config, splits)  # a fork may have brought other data or settings\n",
             "",
         ),
     ),
@@ -271,7 +271,7 @@ TRUST: tuple[Mutation, ...] = (
     ),
     *mutations(
         "data/test_units",
-        "training/prepare.py",
+        "data/splits.py",
         (
             "a public test may lie among the private pictures",
             "if around or test.is_relative_to(private):",
@@ -305,7 +305,7 @@ TRUST: tuple[Mutation, ...] = (
     *mutations(
         "training/test_counting",
         "training/prepare.py",
-        ("a refusal tells the count", "    require_plan_that_fits_any(config)\n", ""),
+        ("a refusal tells the count", "    require_plan_for_any_count(config)\n", ""),
     ),
     *mutations(
         "training/test_counting",

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from dpvision.accounting import guarantee
 from dpvision.config import (
@@ -30,6 +30,7 @@ from dpvision.config import (
     required,
 )
 from dpvision.data import ImageStore, Normalisation, store_of_arrays
+from dpvision.data.splits import RunSplits, constant_normalisation
 from dpvision.errors import ArgumentError, TamperError
 from dpvision.models import entry
 from dpvision.privacy.ledger import Ledger
@@ -38,10 +39,10 @@ from dpvision.release.statements import NOT_FOR_RELEASE
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, RunFolder
 from dpvision.training.defaults import Facts, fill_open_settings
-from dpvision.training.prepare import RunSplits, calibrate, constant_normalisation
-from dpvision.training.stages import Stage
+from dpvision.training.prepare import calibrate
+from dpvision.training.stages import model_and_stages, single_stage
 from dpvision.training.start import ledger_header
-from dpvision.training.trainer import Learner, Place, Session, assemble, make_learner
+from dpvision.training.trainer import Session
 
 MADE_UP = "made-up pictures"
 LARGEST_SIDE = 32
@@ -168,7 +169,7 @@ def session_on(
     train: ImageStore,
     *,
     keys: Keys,
-    learner: Learner | None = None,
+    model: nn.Module | None = None,
     normalisation: Normalisation | None = None,
     parent: Path | None = None,
 ) -> Iterator[Session]:
@@ -186,7 +187,7 @@ def session_on(
         The session, stamped not for release.
     """
     splits = RunSplits(train, train, None, held_out=False)
-    learner = learner or whole_learner(config, splits)
+    model = model or whole_model(config, splits)
     with tempfile.TemporaryDirectory(prefix="dpvision-audit-", dir=parent) as place:
         folder = RunFolder.create(Path(place) / "run")
         with folder:
@@ -194,24 +195,23 @@ def session_on(
                 folder.ledger_path, ledger_header(config, keys.derive("run")[:8].hex(), hand_seeded=keys.hand_seeded)
             )
             ledger.note("declare", {"what": NOT_FOR_RELEASE, "how": AUDIT_STAMP})
-            yield assemble(
-                config,
-                splits,
-                place=Place(folder, ledger, keys, 0, "cpu"),
-                learner=learner,
+            yield Session(
+                config=config,
+                splits=splits,
                 normalisation=normalisation or constant_normalisation(config, splits),
+                folder=folder,
+                ledger=ledger,
+                keys=keys,
+                device="cpu",
+                model=model,
+                stages=(single_stage(model),),
             )
 
 
-def whole_learner(config: RunConfig, splits: RunSplits) -> Learner:
-    """Make the configured model, all of it trained in one stage, on images instead of cached features."""
-    return make_learner(config.model_copy(update={"transfer": None, "cache_features": "off"}), splits, "cpu")
-
-
-def one_stage(network: torch.nn.Module) -> Learner:
-    """Wrap a network whose parameters are all trained in one stage."""
-    trained = frozenset(name for name, value in network.named_parameters() if value.requires_grad)
-    return Learner(network, (Stage(0, trained, network),))
+def whole_model(config: RunConfig, splits: RunSplits) -> nn.Module:
+    """The configured model, all of it trained in one stage, on images."""
+    whole = config.model_copy(update={"transfer": None, "cache_features": "off"})
+    return model_and_stages(whole, splits, "cpu")[0]
 
 
 def synthetic_images(count: int, image_shape: tuple[int, int, int], *, seed: int) -> NDArray[np.uint8]:

@@ -22,21 +22,20 @@ from dpvision.accounting import Charges, guarantee
 from dpvision.audit.audited_runs import (
     PLAIN_SGD,
     Subject,
-    one_stage,
     session_on,
     synthetic_images,
     synthetic_store,
-    whole_learner,
+    whole_model,
     with_plain_sgd,
 )
 from dpvision.audit.bounds import GaussianEstimate, OneRunBound, gaussian_estimate, one_run_bound
 from dpvision.config import ModelConfig, RunConfig
 from dpvision.data import ImageStore
+from dpvision.data.splits import RunSplits
 from dpvision.errors import ArgumentError, Problems
 from dpvision.privacy.ledger import charges_of, read_ledger
 from dpvision.privacy.mechanism import Event
 from dpvision.privacy.randomness import Keys
-from dpvision.training.prepare import RunSplits
 from dpvision.training.trainer import Session, take_step
 
 Sight = Literal["white", "black"]
@@ -156,7 +155,7 @@ def _white(subject: Subject, included: NDArray[np.bool_], keys: Keys, on_step: O
     black = np.zeros((int(included.sum()), *subject.image_shape), dtype=np.uint8)
     labels = np.concatenate([base.labels.numpy(), classes + np.flatnonzero(included)])
     store = synthetic_store(config, np.concatenate([others, black]), num_classes=classes + count, labels=labels)
-    network = WithCanaries(whole_learner(config, RunSplits(base, base, None, held_out=False)).model, count)
+    network = WithCanaries(whole_model(config, RunSplits(base, base, None, held_out=False)), count)
     weights = [np.zeros(count)]
 
     def read(done: int, steps: int) -> None:
@@ -164,7 +163,7 @@ def _white(subject: Subject, included: NDArray[np.bool_], keys: Keys, on_step: O
         if on_step is not None:
             on_step(done, steps)
 
-    with session_on(config, store, keys=keys, learner=one_stage(network.train())) as session:
+    with session_on(config, store, keys=keys, model=network.train()) as session:
         _train(session, read)
         sums = np.diff(weights, axis=0) / (PLAIN_SGD.learning_rate / config.mechanism.divisor)
         return likelihood_scores(sums / config.mechanism.clip_norm, config.mechanism.step_event), _charges(session)

@@ -17,17 +17,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpvision.audit.audited_runs import session_on, whole_learner
+from dpvision.audit.audited_runs import session_on, whole_model
 from dpvision.audit.bounds import Attack, attack_metrics, likelihood_ratio, metrics_by_class
 from dpvision.config import parse_config
 from dpvision.data import ImageStore, LoadOptions, Normalisation, load_one
+from dpvision.data.splits import RunSplits, holdout_keys, load_splits
 from dpvision.errors import ArgumentError, DataError
 from dpvision.inference.load import ReleasedModel, load_model
 from dpvision.models.losses import RowLoss, loss_for
 from dpvision.privacy.randomness import Keys
 from dpvision.storage.run_folder import RunFolder
-from dpvision.training.prepare import RunSplits, load_splits
-from dpvision.training.start import holdout_keys
 from dpvision.training.trainer import take_step
 
 FEWEST_SHADOWS: Final = 4
@@ -188,16 +187,16 @@ def _shadow(run: Path, half: ImageStore, released: ReleasedModel, keys: Keys, *,
     config = released.config.model_copy(update={"transfer": None, "cache_features": "off"})
     if not private:
         config = config.model_copy(update={"privacy": config.privacy.model_copy(update={"enabled": False})})
-    learner = whole_learner(config, RunSplits(half, half, None, held_out=False))
+    model = whole_model(config, RunSplits(half, half, None, held_out=False))
     with session_on(
-        config, half, keys=keys, learner=learner, normalisation=released.normalisation, parent=run / "private"
+        config, half, keys=keys, model=model, normalisation=released.normalisation, parent=run / "private"
     ) as session:
         while session.step < session.total_steps:
             take_step(session)
         averaged = session.optimizer.averaged_parameters()
     if averaged:
-        learner.model.load_state_dict({**learner.model.state_dict(), **averaged})
-    return learner.model.eval()
+        model.load_state_dict({**model.state_dict(), **averaged})
+    return model.eval()
 
 
 def _rows(model: nn.Module, store: ImageStore, normalisation: Normalisation, score: RowLoss) -> NDArray[np.float64]:

@@ -129,7 +129,7 @@ def _inspect(subject: _Subject) -> list[Finding]:
     """Check first that the model returns scores for such images, then that it can be trained privately."""
     from dpvision.gradients.plan import check_model
     from dpvision.gradients.separability import Finding
-    from dpvision.training.trainer import inspect_model, synthetic_rows
+    from dpvision.training.stages import inspect_model, synthetic_rows
 
     inputs, targets = synthetic_rows(subject.image_shape, subject.num_classes, "cpu")
     outputs = _outputs(subject, inputs)

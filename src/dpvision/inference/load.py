@@ -13,12 +13,11 @@ from dpvision import models
 from dpvision.config import RunConfig, parse_config, required
 from dpvision.data import ImageStore, LoadOptions, Normalisation, load_one
 from dpvision.data.options import MAX_SIDE
+from dpvision.data.splits import holdout_keys, load_options, load_splits, stored_normalisation
 from dpvision.errors import ArgumentError, DataError, TamperError, printable
 from dpvision.models.losses import outputs_for
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, RunFolder
-from dpvision.training.prepare import load_options, load_splits
-from dpvision.training.start import holdout_keys, normalisation_of
 
 MOST_CLASSES = 100_000
 
@@ -61,7 +60,7 @@ def load_model(run: Path) -> ReleasedModel:
     return ReleasedModel(
         model=model.eval(),
         config=config,
-        normalisation=normalisation_of(config),
+        normalisation=stored_normalisation(config),
         class_names=class_names,
         image_shape=image_shape,
         certificate=certificate,

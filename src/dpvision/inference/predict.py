@@ -17,11 +17,11 @@ from torch import Tensor
 
 from dpvision.data.images import cover_box, decode, for_each, is_image, read_header
 from dpvision.data.nifti import SUFFIXES, is_volume, open_volume, volume_images
+from dpvision.data.splits import load_options
 from dpvision.errors import ArgumentError, DataError, bad_files_text, shown, some_of
 from dpvision.inference.load import ReleasedModel
 from dpvision.inference.mask_metrics import predict_masks
 from dpvision.storage.files import disk_errors, write_atomically
-from dpvision.training.prepare import load_options
 
 # Shapes: S slices, C channels, H × W pixels.
 

@@ -10,20 +10,20 @@ from pathlib import Path
 
 from dpvision.accounting import mechanism_guarantee
 from dpvision.config import RunConfig, ViewsConfig
+from dpvision.data.splits import RunSplits, may_show_images
 from dpvision.privacy.ledger import Ledger
 from dpvision.release.statements import HELD_OUT, SHOWN_IMAGES, TEST_SPLIT
-from dpvision.training.initial_weights import KNOWN_WEIGHTS
-from dpvision.training.lineage import note_ancestry, transfer_declarations
-from dpvision.training.prepare import RunSplits, extra_charges
+from dpvision.training.lineage import note_lineage, transfer_declarations
+from dpvision.training.prepare import extra_charges
+from dpvision.training.pretrained import KNOWN_WEIGHTS
 from dpvision.training.stages import mirrored
-from dpvision.training.trainer import may_show_pictures
 
 
 def declarations(config: RunConfig, pictures: RunSplits) -> list[tuple[str, str]]:
     """Return pairs of (what, how) for everything that is declared instead of charged."""
     found = [("privacy units", units_come_from(config, pictures)), (TEST_SPLIT, test_split(config, pictures))]
     found += rows_of_owners(config)
-    if may_show_pictures(config):
+    if may_show_images(config):
         found.append(
             (
                 SHOWN_IMAGES,
@@ -51,7 +51,7 @@ def note_declarations(ledger: Ledger, config: RunConfig, pictures: RunSplits) ->
     """Write every declaration into the ledger; one that is already there is not written again."""
     for what, how in declarations(config, pictures):
         ledger.note("declare", {"what": what, "how": how})
-    note_ancestry(ledger, config)
+    note_lineage(ledger, config)
 
 
 def planned_epsilon(config: RunConfig) -> float | None:

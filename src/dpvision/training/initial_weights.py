@@ -1,10 +1,8 @@
-"""Which parameters learn: the head, the last stages, or all.
+"""Initial weights from elsewhere: a file, a known pretrained set, or the release of an earlier run.
 
-Foreign weights into a model: by name, whole, or not at all.
-
-Weights known by name: what they were trained on, under which licence, and where they lie.
-
-Reading weight files: safetensors, torch state files and .npz, none of which may execute anything.
+``resolve_initial_weights`` completes the configuration before the data are loaded; ``draw_weights`` fills the model
+when its key is known. Files are safetensors, torch state files or .npz; none of them can execute anything. What earlier
+runs spent, and what the certificate says about it, is in ``training.lineage``.
 """
 
 from __future__ import annotations
@@ -18,73 +16,131 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from torch import Tensor, nn
 
-from dpvision.data import Normalisation, cache_folder, read_member
+from dpvision.config import ModelConfig, PriorRelease, RunConfig, TransferConfig
+from dpvision.data import Normalisation, read_member
 from dpvision.data.safe_read import open_regular, require_memory
-from dpvision.errors import ArgumentError, DataError, brief, shown, some_of
+from dpvision.data.splits import RunSplits
+from dpvision.errors import ArgumentError, DataError, TamperError, brief, shown, some_of
 from dpvision.models.initialisation import mean_var, seeded
-from dpvision.storage.files import disk_errors
+from dpvision.privacy.randomness import Keys
+from dpvision.storage.files import disk_errors, sha256_hex
+from dpvision.training.lineage import read_earlier_run, require_outside_runs
+from dpvision.training.pretrained import KNOWN_WEIGHTS
+from dpvision.training.stages import create_model, head_of
 
-Trained = Literal["head", "last", "all"]
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_WRAPPERS = ("state_dict", "model", "model_state_dict")
+_KINDS = ".safetensors, .pt, .pth, .bin, .npz"
+# Trained weights hardly shrink when they are packed: what grows by more than this is meant to fill the memory.
+MAX_GROWTH = 100
 
 
-def head_of(model: nn.Module) -> str:
-    """The name of the module that owns the model's last parameter: what gives the scores."""
-    names = [name for name, _ in model.named_parameters()]
-    if not names or "." not in names[-1]:
-        raise ArgumentError("the model has no last layer with parameters of its own, so there is no head to replace.")
-    return names[-1].rpartition(".")[0]
+@final
+@dataclass(frozen=True)
+class InitialWeights:
+    """Weights from elsewhere, and what is known about them; ``prior`` describes the run that released them."""
+
+    tensors: Mapping[str, Tensor]
+    sha256: str
+    source: str | None
+    licence: str | None
+    rename: Mapping[str, str]
+    model: ModelConfig | None = None
+    normalisation: Normalisation | None = None
+    prior: PriorRelease | None = None
 
 
-def stages_of(model: nn.Module) -> list[str]:
-    """Names of the model's stages in their order, the head last.
+def resolve_initial_weights(config: RunConfig) -> tuple[RunConfig, Normalisation | None]:
+    """Complete ``transfer`` and ``model`` with what the weights say about themselves.
 
-    A stage is a child of the model that has parameters. A child that is itself a chain of blocks (a Sequential whose
-    parts have parts of their own) is as many stages as it has blocks.
+    Returns:
+        The configuration, and the pixel constants that the weights were trained with, if known.
+
+    Raises:
+        ArgumentError: there are no such weights, or nothing says what they were trained on.
+        TamperError: the file does not have the expected checksum, or an earlier run does not verify.
     """
-    found: list[str] = []
-    for name, child in model.named_children():
-        parts = list(child.named_children()) if isinstance(child, (nn.Sequential, nn.ModuleList)) else []
-        blocks = any(True for _, part in parts for _ in part.children())
-        names = [f"{name}.{part}" for part, _ in parts] if blocks else [name]
-        found += [stage for stage in names if any(True for _ in model.get_submodule(stage).parameters())]
+    if config.transfer is None:
+        return config, None
+    found = load_initial_weights(config, config.transfer)
+    facts = {"sha256": found.sha256, "source": found.source, "licence": found.licence, "prior": found.prior}
+    update: dict[str, object] = {"transfer": config.transfer.model_copy(update=facts)}
+    if config.model is None and found.model is not None:
+        update["model"] = found.model
+    return config.model_copy(update=update), found.normalisation
+
+
+def draw_weights(model: nn.Module, config: RunConfig, splits: RunSplits, keys: Keys) -> None:
+    """Fill the model with the run's initial weights: drawn from the key, then loaded where configured."""
+    drawn = create_model(config, splits, seed=keys.seed("init"))
+    if config.transfer is not None:
+        found = load_initial_weights(config, config.transfer)
+        if config.transfer.initialisation == "mean_var":
+            like = create_model(config, splits, seed=0)
+            fit(like, found.tensors, rename=found.rename, head=True)
+            with seeded(keys.seed("init", "mean_var")):
+                mean_var(drawn, like)
+        else:
+            fit(drawn, found.tensors, rename=found.rename)
+    model.load_state_dict(drawn.state_dict())
+
+
+def load_initial_weights(config: RunConfig, transfer: TransferConfig) -> InitialWeights:
+    """Read the weights and what is known about them. What the configuration says itself goes first."""
+    known = KNOWN_WEIGHTS.get(transfer.weights)
+    data_dir = None if config.data.data_dir is None else Path(config.data.data_dir)
+    path = Path(transfer.weights) if known is None else known.find(data_dir)
+    if path.is_dir():
+        tensors, sha256, prior = read_earlier_run(path)
+        source = transfer.source or ", ".join(prior.data)
+        found = InitialWeights(tensors, sha256, source, transfer.licence, transfer.rename, prior=prior)
+    elif not path.is_file():
+        names = ", ".join(KNOWN_WEIGHTS)
+        raise ArgumentError(f"weights must be a file, a run's folder or one of {names}, got {transfer.weights!r}.")
+    else:
+        require_outside_runs(path)
+        tensors, content = read_weights(path)
+        found = InitialWeights(tensors, sha256_hex(content), transfer.source, transfer.licence, transfer.rename)
+        if known is not None:
+            found = replace(
+                found,
+                source=transfer.source or known.source,
+                licence=transfer.licence or known.licence,
+                rename={**known.rename, **transfer.rename},
+                model=ModelConfig(name=known.model, options=dict(known.options)),
+                normalisation=known.normalisation,
+            )
+    expected = transfer.sha256 or (None if known is None else known.sha256)
+    if expected not in (None, found.sha256):
+        raise TamperError(f"{path} is not the file that was meant: its SHA-256 is {found.sha256}, not {expected}.")
+    if found.source is None:
+        raise ArgumentError("source must say what the weights were trained on: the certificate declares it public.")
     return found
 
 
-def trained_names(model: nn.Module, trained: Trained, *, stages: int | None = None) -> frozenset[str]:
-    """Names of the parameters that learn: of the ``head``, of the ``last`` so many ``stages``, or ``all``."""
-    names = [name for name, _ in model.named_parameters()]
-    if trained == "all":
-        return frozenset(names)
-    owners = [head_of(model)]
-    if trained == "last":
-        known = stages_of(model)
-        if stages is None or stages > len(known):
-            raise ArgumentError(f"stages must be 1 to {len(known)} for this model, got {stages}.")
-        owners = known[-stages:]
-    return frozenset(name for name in names if any(name.startswith(f"{owner}.") for owner in owners))
-
-
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-
 def fit(model: nn.Module, tensors: Mapping[str, Tensor], *, rename: Mapping[str, str], head: bool = False) -> None:
-    """Copy ``tensors`` into the model; its head keeps its own weights unless ``head``.
+    """Copy tensors into the model by name: all of them, or none.
 
-    ``rename`` maps prefixes of their names to ours; the longest that fits counts. Statistics of a BatchNorm that is a
-    GroupNorm here are left out.
+    Statistics of a BatchNorm that is a GroupNorm in the model are left out.
 
-    Guarantee: every weight below the head comes from the file and none is left over or there twice; otherwise nothing
-    is copied, and the error names all that is missing, unexpected, there twice or of another shape.
+    Args:
+        model: receives the weights.
+        tensors: weights by the names of their file.
+        rename: prefixes of those names, and the model's for them; the longest match counts.
+        head: whether the head is copied too; otherwise it keeps its own weights.
+
+    Raises:
+        ArgumentError: names every weight that is missing, unexpected, given twice or of another shape. Nothing has
+            been copied then.
     """
     head_name = f"{head_of(model)}."
     wanted = {name: value for name, value in model.state_dict().items() if head or not name.startswith(head_name)}
@@ -119,24 +175,15 @@ def fit(model: nn.Module, tensors: Mapping[str, Tensor], *, rename: Mapping[str,
 
 
 def renamed(name: str, rename: Mapping[str, str]) -> str:
-    """The name with its longest known prefix replaced."""
+    """Replace the longest known prefix of a name."""
     for prefix in sorted(rename, key=len, reverse=True):
         if name.startswith(prefix):
             return rename[prefix] + name[len(prefix) :]
     return name
 
 
-def draw_mean_var(
-    model: nn.Module, like: nn.Module, tensors: Mapping[str, Tensor], *, rename: Mapping[str, str], seed: int
-) -> None:
-    """Draw every layer with the mean and variance of the same layer in ``tensors``, which ``like`` is given whole."""
-    fit(like, tensors, rename=rename, head=True)
-    with seeded(seed):
-        mean_var(model, like)
-
-
 def _is_statistic(name: str, wanted: Mapping[str, Tensor]) -> bool:
-    """Whether this is a running statistic of a norm that the model has with weights only."""
+    """Whether this is a running statistic of a norm layer that has only weights in the model."""
     owner, _, own = name.rpartition(".")
     return own in _STATISTICS and f"{owner}.weight" in wanted
 
@@ -145,100 +192,17 @@ def _shape(tensor: Tensor) -> str:
     return "×".join(map(str, tensor.shape)) or "scalar"
 
 
-IMAGENET = "ImageNet (ILSVRC2012)"
-# Names under which pictures of ImageNet go about: ImageNette and the like are parts of it.
-IMAGENET_NAMES = ("*imagenet*", "*imagewoof*", "*ilsvrc*")
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class KnownWeights:
-    """A published file: ``model`` and ``options`` are what the catalogue makes for it where no model is named.
-
-    ``data_names`` are patterns for the names of data that it was trained on, wholly or in part.
-    """
-
-    name: str
-    model: str
-    folder: str
-    pattern: str
-    sha256: str
-    source: str
-    licence: str
-    normalisation: Normalisation
-    data_names: tuple[str, ...]
-    rename: dict[str, str] = field(default_factory=dict)
-    options: dict[str, int] = field(default_factory=dict)
-
-    def covers(self, data: str) -> bool:
-        """Whether data of that name belong to what the weights were trained on."""
-        return any(fnmatchcase(data.lower(), pattern) for pattern in self.data_names)
-
-
-def _constants(mean: tuple[float, ...], std: tuple[float, ...]) -> Normalisation:
-    return Normalisation(mean=mean, std=std, source="published")
-
-
-def _lite_names() -> dict[str, str]:
-    """The published names begin with an underscore, at the top and inside each block."""
-    inside = ("expand_conv", "depthwise_conv", "project_conv", "bn0", "bn1", "bn2")
-    blocks = {f"_blocks.{number}._{part}.": f"blocks.{number}.{part}." for number in range(16) for part in inside}
-    top = {f"_{part}.": f"{part}." for part in ("conv_stem", "bn0", "conv_head", "bn1", "fc")}
-    return {**blocks, **top}
-
-
-_ALL = (
-    KnownWeights(
-        name="efficientnet-lite0",
-        model="efficientnet_lite0",
-        folder="pretrained-efficientnet-lite0",
-        pattern="*.pth",
-        sha256="579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
-        source=IMAGENET,
-        licence="Apache-2.0",
-        normalisation=_constants((127 / 255,) * 3, (128 / 255,) * 3),
-        data_names=IMAGENET_NAMES,
-        rename=_lite_names(),
-        options={"resize_to": 128},
-    ),
-    KnownWeights(
-        name="vgg16-conv1-3",
-        model="vgg16_conv3",
-        folder="pretrained-vgg16",
-        pattern="*.npz",
-        sha256="cf88654270b05a358e358438140a55be32d8aab0675c8c6335a4d30c58650afa",
-        source=IMAGENET,
-        licence="CC BY 4.0",
-        normalisation=_constants((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-        data_names=IMAGENET_NAMES,
-    ),
-)
-KNOWN_WEIGHTS: dict[str, KnownWeights] = {each.name: each for each in _ALL}
-
-
-def known_by_hash(sha256: str | None) -> KnownWeights | None:
-    """The known set with that file, under whatever name it was given."""
-    return next((known for known in KNOWN_WEIGHTS.values() if known.sha256 == sha256), None)
-
-
-def find_known(known: KnownWeights, data_dir: Path | None) -> Path:
-    """The file of a known set: in ``data_dir``, or where datasets are kept."""
-    places = [place for place in (data_dir, cache_folder(), Path.home() / ".cache" / "dpvision") if place is not None]
-    for place in dict.fromkeys(places):
-        for path in sorted((place / known.folder).glob(known.pattern)):
-            return path
-    tried = ", ".join(str(place / known.folder) for place in dict.fromkeys(places))
-    raise DataError(f"the weights {known.name} are not in {tried}. Put the file there, or give its path.")
-
-
-_WRAPPERS = ("state_dict", "model", "model_state_dict")
-_KINDS = ".safetensors, .pt, .pth, .bin, .npz"
-# Trained weights hardly shrink when they are packed: what grows by more than this is meant to fill the memory.
-MAX_GROWTH = 100
-
-
 def read_weights(path: Path) -> tuple[dict[str, Tensor], bytes]:
-    """The tensors of a file by name, and the bytes that they were read from.
+    """Read a weight file.
+
+    Args:
+        path: a .safetensors, .pt, .pth, .bin or .npz file.
+
+    Returns:
+        The tensors by name, and the bytes that they were read from.
+
+    Raises:
+        DataError: the file can't be read, is damaged, or holds something else than plain real tensors.
 
     Guarantee: nothing in the file is executed: torch files are read with ``weights_only``, arrays without pickle.
     """
@@ -271,6 +235,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], bytes]:
 
 
 def _parse(content: bytes, *, kind: str) -> dict[str, Tensor] | None:
+    """Parse the content of a file with that suffix; None if it is no mapping of names to tensors."""
     if kind == ".safetensors":
         return load_safetensors(content)
     _refuse_growth(content)
@@ -284,7 +249,7 @@ def _parse(content: bytes, *, kind: str) -> dict[str, Tensor] | None:
 
 
 def _refuse_growth(content: bytes) -> None:
-    """Refuse an archive that unpacks to far more than it is."""
+    """Refuse an archive that unpacks to more than ``MAX_GROWTH`` times its size."""
     if not zipfile.is_zipfile(io.BytesIO(content)):
         return
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -294,6 +259,7 @@ def _refuse_growth(content: bytes) -> None:
 
 
 def _arrays(content: bytes) -> dict[str, Tensor]:
+    """Read the arrays of an .npz file without pickle."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
         found = {m.filename.removesuffix(".npy"): torch.from_numpy(read_member(archive, m)) for m in members}
@@ -303,7 +269,7 @@ def _arrays(content: bytes) -> dict[str, Tensor]:
 
 
 def _state_of(found: Any) -> dict[str, Tensor] | None:
-    """A mapping of names to tensors, also where it is wrapped in a checkpoint of other things."""
+    """Find the mapping of names to tensors, also inside a checkpoint with other entries."""
     for wrapper in _WRAPPERS:
         if isinstance(found, Mapping) and isinstance(found.get(wrapper), Mapping):
             found = found[wrapper]
@@ -313,7 +279,7 @@ def _state_of(found: Any) -> dict[str, Tensor] | None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it has its own numbers: no sparse, quantised or merely described tensor, none that repeats a few."""
+    """Whether a tensor is dense and real and owns all its values (no sparse, quantised, meta or expanded one)."""
     plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
     if not plain or tensor.is_nested or tensor.is_complex():
         return False

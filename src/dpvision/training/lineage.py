@@ -1,44 +1,49 @@
-"""What the first weights bring along from the runs and files before them: words, sums and reasons against a release.
+"""Lineage of a run's initial weights: the earlier runs they come from, what those spent, and what forbids a release.
 
-Where a run's first weights come from: a file, a known set, or the release of an earlier run.
+An earlier run is verified before its weights are used. Its own initial weights are followed back as far as its
+configuration tells, so that the certificate states every data set and the composed epsilon. What is not known is a gap:
+the release is stamped, and no sum is stated. The sentences are part of certificates and ledgers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import final
 
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
-from dpvision.config import ModelConfig, PriorRelease, RunConfig, TransferConfig
-from dpvision.data import Normalisation
+from dpvision.config import PriorRelease, RunConfig, TransferConfig
 from dpvision.errors import ArgumentError, TamperError
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.mechanism import rounded_up
-from dpvision.release.schema import Certificate
 from dpvision.release.statements import HISTORY, NOT_FOR_RELEASE, TRAINING_DATA, history_digest
 from dpvision.release.verify import require_verified
 from dpvision.storage.files import parse_object, read_file, sha256_hex
 from dpvision.storage.run_folder import CERTIFICATE, CONFIG, LEDGER, RunFolder
-from dpvision.training.initial_weights import KNOWN_WEIGHTS, draw_mean_var, find_known, fit, known_by_hash, read_weights
+from dpvision.training.pretrained import known_by_hash
 
+MOST_RUNS = 50
+"""Longest chain of earlier runs that is recorded; a longer one counts as unknown."""
 FIRST_WEIGHTS = "first weights"
 _OF_A_STAMPED_RUN = "the first weights are of a run that is not for release: "
 
 
 def lineage(transfer: TransferConfig | None) -> Iterator[TransferConfig]:
-    """Where the weights of this run came from, then where those of that run came from, and so on."""
+    """Follow initial weights back: those of this run, of the run that released them, and so on."""
     while transfer is not None:
         yield transfer
         transfer = None if transfer.prior is None else transfer.prior.transfer
 
 
 def transfer_declarations(config: RunConfig, *, planned_epsilon: float | None) -> list[tuple[str, str]]:
-    """What the certificate says of the first weights, of all that came before them, and of what learns."""
+    """Pairs of (what, how) that the certificate declares: initial weights, earlier runs, and what is trained.
+
+    Args:
+        config: the resolved configuration.
+        planned_epsilon: epsilon of this run's whole plan; None without privacy.
+    """
     if config.transfer is None:
         return []
     found = [
@@ -52,8 +57,8 @@ def transfer_declarations(config: RunConfig, *, planned_epsilon: float | None) -
     return found
 
 
-def note_ancestry(ledger: Ledger, config: RunConfig) -> None:
-    """Write what no later file can take back then: the name of the data, and the reasons against a release."""
+def note_lineage(ledger: Ledger, config: RunConfig) -> None:
+    """Record the name of the data, the digest of the history and the stamps, so that no later file can drop them."""
     ledger.note("declare", {"what": TRAINING_DATA, "how": config.data.name})
     history = history_digest(config.public().model_dump(mode="json")["transfer"])
     if history is not None:
@@ -63,7 +68,7 @@ def note_ancestry(ledger: Ledger, config: RunConfig) -> None:
 
 
 def transfer_stamps(config: RunConfig) -> tuple[str, ...]:
-    """Reasons against a release that the first weights bring along, from however far back."""
+    """Reasons against a release that follow from the initial weights, over the whole lineage."""
     if not config.privacy.enabled:
         return ()
     data = config.data.name
@@ -72,6 +77,7 @@ def transfer_stamps(config: RunConfig) -> tuple[str, ...]:
 
 
 def _stamps_of(transfer: TransferConfig, data: str) -> Iterator[str]:
+    """Stamps that one link of the lineage causes for a run on ``data``."""
     prior, known = transfer.prior, known_by_hash(transfer.sha256)
     if known is not None and known.covers(data):
         yield f"the first weights were trained without privacy on {known.source}, which {data} is a part of"
@@ -86,11 +92,12 @@ def _stamps_of(transfer: TransferConfig, data: str) -> Iterator[str]:
 
 
 def _is_gap(prior: PriorRelease) -> bool:
-    """Whether the run began with weights from elsewhere of which its configuration does not tell."""
+    """Whether the run had initial weights that its configuration does not describe."""
     return prior.began_elsewhere and prior.transfer is None
 
 
 def _origin_text(transfer: TransferConfig) -> str:
+    """State the file, its training data, its licence and its privacy."""
     licence = f", licence {transfer.licence}" if transfer.licence else ", licence not stated"
     known = known_by_hash(transfer.sha256)
     trained_on = transfer.source if known is None else known.source
@@ -103,6 +110,7 @@ def _origin_text(transfer: TransferConfig) -> str:
 
 
 def _standing(prior: PriorRelease | None) -> str:
+    """State whether the weights are private, at which epsilon, and whether their own history is known."""
     gap = "; what it began with itself is not known" if prior is not None and _is_gap(prior) else ""
     if prior is None or prior.epsilon is None or prior.delta is None:
         made = "" if prior is None else f"by run {prior.run_id}, without privacy; "
@@ -118,7 +126,7 @@ def _protects(privacy_unit: str | None, adjacency: str | None) -> str:
 
 
 def _composition(config: RunConfig, planned_epsilon: float | None) -> str | None:
-    """Basic composition with every private run before this one, for whoever is in the data of all of them."""
+    """State the basic composition with every earlier private run, for a unit in the data of all of them."""
     runs = [transfer.prior for transfer in lineage(config.transfer) if transfer.prior is not None]
     private = [(run, run.epsilon, run.delta) for run in runs if run.epsilon is not None and run.delta is not None]
     own_delta = config.privacy.delta
@@ -142,6 +150,7 @@ def _composition(config: RunConfig, planned_epsilon: float | None) -> str | None
 
 
 def _what_learns(transfer: TransferConfig) -> str:
+    """State which parameters are trained."""
     words = {
         "head": "the head alone, drawn anew; all else stays as it was loaded",
         "last": f"the last {transfer.stages} stages, the head drawn anew; all else stays as it was loaded",
@@ -153,104 +162,40 @@ def _what_learns(transfer: TransferConfig) -> str:
     return words[transfer.trained]
 
 
-MOST_RUNS = 50
-"""As far back as a history is carried along; a longer one is nobody's, and could not be written any more."""
+def read_earlier_run(path: Path) -> tuple[dict[str, Tensor], str, PriorRelease]:
+    """Read the released weights of an earlier run, verified as ``dpvision verify`` does.
 
+    Returns:
+        The weights, their SHA-256, and what the certificate says about the run.
 
-@final
-@dataclass(frozen=True)
-class Origin:
-    """Weights from elsewhere, and what is known of them."""
-
-    tensors: Mapping[str, Tensor]
-    rename: Mapping[str, str]
-    sha256: str
-    source: str | None
-    licence: str | None
-    model: ModelConfig | None = None
-    normalisation: Normalisation | None = None
-    prior: PriorRelease | None = None
-
-
-def origin_of(transfer: TransferConfig, data_dir: Path | None) -> Origin:
-    """Read the weights and all that is known of them. What the configuration itself says goes first."""
-    known = KNOWN_WEIGHTS.get(transfer.weights)
-    path = Path(transfer.weights) if known is None else find_known(known, data_dir)
-    if path.is_dir():
-        found = _of_run(path, transfer)
-    else:
-        if not path.is_file():
-            names = ", ".join(KNOWN_WEIGHTS)
-            raise ArgumentError(f"weights must be a file, a run's folder or one of {names}, got {transfer.weights!r}.")
-        _require_no_run(path)
-        tensors, content = read_weights(path)
-        found = Origin(
-            tensors=tensors,
-            rename={**({} if known is None else known.rename), **transfer.rename},
-            sha256=sha256_hex(content),
-            source=transfer.source or (None if known is None else known.source),
-            licence=transfer.licence or (None if known is None else known.licence),
-            model=None if known is None else ModelConfig(name=known.model, options=dict(known.options)),
-            normalisation=None if known is None else known.normalisation,
-        )
-    expected = transfer.sha256 or (None if known is None else known.sha256)
-    if expected not in (None, found.sha256):
-        raise TamperError(f"{path} is not the file that was meant: its SHA-256 is {found.sha256}, not {expected}.")
-    if found.source is None:
-        raise ArgumentError("source must say what the weights were trained on: the certificate declares it public.")
-    return found
-
-
-def _require_no_run(path: Path) -> None:
-    """Refuse a file out of a run: its weights come with a certificate, and without it they would pass for public."""
-    for folder in path.resolve().parents[:3]:  # a run's deepest files are private/checkpoints/*
-        if (folder / CERTIFICATE).exists() or (folder / "release" / LEDGER).exists():
-            run = folder.parent if folder.name == "release" else folder
-            raise ArgumentError(
-                f"weights must be a run's folder where they are of a run, got a file in {run}. Give the folder that "
-                "holds release/, so that its certificate counts."
-            )
-
-
-def _of_run(path: Path, transfer: TransferConfig) -> Origin:
-    """The release of an earlier run, checked as ``dpvision verify`` does, with the history that it tells."""
+    Raises:
+        TamperError: the release does not verify, or a file changed after the check.
+    """
     folder = RunFolder.open(path)
     certificate, ledger = require_verified(path)
-    # The ledger's names, which stay when a fork goes on with other data; an old ledger has none.
-    noted = tuple(item.how for item in certificate.declared if item.what == TRAINING_DATA)
-    data = noted or (str(certificate.data.get("source", "unknown")),)
-    own = _own_transfer(folder, certificate)
-    return Origin(
-        tensors=folder.load_weights(sha256=certificate.weights_sha256),
-        rename=transfer.rename,
-        sha256=certificate.weights_sha256,
-        source=transfer.source or ", ".join(data),
-        licence=transfer.licence,
-        prior=PriorRelease(
-            run_id=str(ledger[0].payload["run_id"]),
-            data=data,
-            privacy_unit=certificate.privacy_unit,
-            adjacency=certificate.adjacency,
-            epsilon=certificate.epsilon,
-            delta=certificate.delta,
-            stamps=tuple(certificate.stamps),
-            began_elsewhere=own is not None or any(item.what == FIRST_WEIGHTS for item in certificate.declared),
-            transfer=_parsed(own),
-        ),
-    )
-
-
-def _own_transfer(folder: RunFolder, certificate: Certificate) -> object:
-    """What the earlier run's configuration says of its own first weights."""
-    path = folder.release / CONFIG
-    content = read_file(path)
+    config_path = folder.release / CONFIG
+    content = read_file(config_path)
     if sha256_hex(content) != certificate.config_sha256:
-        raise TamperError(f"{path} is not the file that the certificate names. Get the release anew.")
-    return parse_object(content, name=str(path)).get("transfer")
+        raise TamperError(f"{config_path} is not the file that the certificate names. Get the release again.")
+    own = parse_object(content, name=str(config_path)).get("transfer")
+    # The ledger's names stay when a fork continues with other data; an old ledger has none.
+    noted = tuple(item.how for item in certificate.declared if item.what == TRAINING_DATA)
+    prior = PriorRelease(
+        run_id=str(ledger[0].payload["run_id"]),
+        data=noted or (str(certificate.data.get("source", "unknown")),),
+        privacy_unit=certificate.privacy_unit,
+        adjacency=certificate.adjacency,
+        epsilon=certificate.epsilon,
+        delta=certificate.delta,
+        stamps=tuple(certificate.stamps),
+        began_elsewhere=own is not None or any(item.what == FIRST_WEIGHTS for item in certificate.declared),
+        transfer=_parsed(own),
+    )
+    return folder.load_weights(sha256=certificate.weights_sha256), certificate.weights_sha256, prior
 
 
 def _parsed(own: object) -> TransferConfig | None:
-    """The same as a value; None where there is none or this version can't read it: the latter is a gap, and stamped."""
+    """Parse the earlier run's own ``transfer``; None where it has none or this version can't read it (a gap)."""
     try:
         found = TransferConfig.model_validate(own)
     except ValidationError:
@@ -258,28 +203,12 @@ def _parsed(own: object) -> TransferConfig | None:
     return found if len(list(lineage(found))) <= MOST_RUNS else None
 
 
-def resolved_transfer(config: RunConfig) -> tuple[RunConfig, Normalisation | None]:
-    """The configuration with all that the weights themselves say, and the constants that they want pixels scaled by."""
-    if config.transfer is None:
-        return config, None
-    origin = origin_of(config.transfer, _data_dir(config))
-    facts = {"sha256": origin.sha256, "source": origin.source, "licence": origin.licence, "prior": origin.prior}
-    update: dict[str, object] = {"transfer": config.transfer.model_copy(update=facts)}
-    if config.model is None and origin.model is not None:
-        update["model"] = origin.model
-    return config.model_copy(update=update), origin.normalisation
-
-
-def put_weights(model: nn.Module, config: RunConfig, *, build: Callable[[], nn.Module], seed: int) -> None:
-    """Copy the first weights into the model, whose head is drawn already; ``build`` makes one more of its kind."""
-    if config.transfer is None:
-        return
-    origin = origin_of(config.transfer, _data_dir(config))
-    if config.transfer.initialisation == "mean_var":
-        draw_mean_var(model, build(), origin.tensors, rename=origin.rename, seed=seed)
-    else:
-        fit(model, origin.tensors, rename=origin.rename)
-
-
-def _data_dir(config: RunConfig) -> Path | None:
-    return None if config.data.data_dir is None else Path(config.data.data_dir)
+def require_outside_runs(path: Path) -> None:
+    """Refuse a weight file inside a run folder: without the run's certificate it would pass for public."""
+    for folder in path.resolve().parents[:3]:  # a run's deepest files are private/checkpoints/*
+        if (folder / CERTIFICATE).exists() or (folder / "release" / LEDGER).exists():
+            run = folder.parent if folder.name == "release" else folder
+            raise ArgumentError(
+                f"weights must be a run's folder where they are of a run, got a file in {run}. Give the folder that "
+                "holds release/, so that its certificate counts."
+            )

@@ -1,4 +1,8 @@
-"""What a run's key is bound to. When any of it changes, a resumed run is a fork: other noise, charged again."""
+"""Run fingerprint: the facts that a run's key is bound to.
+
+Noise is a function of the key, the facts and the step. A resumed run with the same facts replays its steps bit for bit.
+When any fact changed, it is a fork: other noise, and repeated steps are charged again.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ import numpy
 import torch
 
 from dpvision import __version__, kernels
+from dpvision.config import RunConfig
+from dpvision.data.splits import RunSplits
 from dpvision.privacy.noise import generator_fingerprint
 from dpvision.privacy.randomness import Keys
 
@@ -20,7 +26,26 @@ _CODE: Final = (
     "*.py",
     *(f"{part}/**/*.py" for part in ("data", "gradients", "kernels", "models", "privacy", "training")),
 )
-"""Modules that have a hand in a released gradient: another order of adding up is another rounding."""
+"""Modules that affect a released gradient: another order of summation is another rounding."""
+
+
+def run_binding(config: RunConfig, splits: RunSplits, *, run_id: str, device: str) -> Binding:
+    """Collect the facts of a run as they are now.
+
+    Args:
+        config: the resolved configuration; ``pixels`` are its constants, which are None before they are released.
+        splits: the data, by their fingerprints.
+        run_id: the run's identifier.
+        device: torch's name of the device.
+    """
+    return current_binding(
+        run_id=run_id,
+        config_digest=config.digest(),
+        data_fingerprint=splits.train.fingerprint(),
+        device=device,
+        test=splits.test.fingerprint(),
+        pixels=f"{config.data.mean} {config.data.std}",
+    )
 
 
 def current_binding(*, run_id: str, config_digest: str, data_fingerprint: str, device: str, **more: str) -> Binding:
@@ -45,7 +70,7 @@ def current_binding(*, run_id: str, config_digest: str, data_fingerprint: str, d
 
 @functools.cache
 def code_digest(package: Path = Path(__file__).parent.parent) -> str:
-    """A digest of the code that draws, computes and adds up; that of native kernels is in their own identity."""
+    """Digest the Python code that draws, computes and sums; compiled kernels have their own identity."""
     content = hashlib.sha256()
     for source in sorted(path for pattern in _CODE for path in package.glob(pattern)):
         content.update(f"{source.relative_to(package).as_posix()}\0{source.stat().st_size}\0".encode())
@@ -54,10 +79,13 @@ def code_digest(package: Path = Path(__file__).parent.parent) -> str:
 
 
 def bound_keys(keys: Keys, binding: Binding, fork: int) -> Keys:
-    """The secret bound to these facts and this fork."""
+    """Derive the key for these facts and this fork.
+
+    Guarantee: another fact or another fork gives independent noise.
+    """
     return keys.bind(*(f"{name}={value}" for name, value in sorted(binding.items())), f"fork={fork}")
 
 
 def differences(old: dict[str, Any], new: Binding) -> list[str]:
-    """Names of the facts that are not as they were."""
+    """Name the facts that changed."""
     return sorted(name for name in new if old.get(name) != new[name])

@@ -1,6 +1,9 @@
-"""What learns in which steps, and what the engine runs to train it.
+"""Training stages: which parameters each step trains, and the network that the engine runs for them.
 
-The features of a run's pictures: computed once, or read from the disk.
+Most runs have one stage. ``trained=head_then_all`` has two: the head alone, then the whole model. Where a stage leaves
+the first layers frozen, their outputs (features) are computed once and kept, and the stage trains the rest on them.
+
+Everything here is decided on synthetic images, so that no private image decides how a gradient is computed.
 """
 
 from __future__ import annotations
@@ -8,33 +11,51 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from dpvision import kernels
+from dpvision import kernels, models
 from dpvision.config import RunConfig, ViewsConfig, required
 from dpvision.data import Features, ImageStore, Normalisation, cache_folder, extract, kept_features
-from dpvision.gradients.ordinary import fused_forward
+from dpvision.data.splits import RunSplits
+from dpvision.errors import ArgumentError, translated_errors
+from dpvision.gradients.ordinary import fast_plan, fused_forward
+from dpvision.gradients.plan import check_model, plan_for, require_private_ready
+from dpvision.gradients.separability import Finding
 from dpvision.models import split
+from dpvision.models.losses import RowLoss, classification_loss, loss_for, outputs_for
+from dpvision.privacy.values import Microbatch
 from dpvision.training.callbacks import RunCallback
-from dpvision.training.initial_weights import trained_names
-from dpvision.training.prepare import RunSplits
 from dpvision.training.run_fingerprint import code_digest
 
+Trained = Literal["head", "last", "all"]
+SYNTHETIC_ROWS = 4
+FROZEN, MOST_FROZEN = "frozen", 3
 FEATURE_BYTES = 4 * 2**30
-"""More than this is not kept in memory as features: a public limit, so that no row count decides how it is computed."""
+"""Most memory for kept features. A public limit, so that no row count decides how features are computed."""
+
+
+# ---- Stages
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """Steps that train the same parameters. ``network`` is what is trained: on pictures, or on what ``front`` makes
-    of them, in numbers of ``dtype``. Its parameters are the model's own, under the model's names.
+    """Consecutive steps that train the same parameters.
+
+    Attributes:
+        first_step: the first of them, counted from zero.
+        trained: names of the parameters that require gradients.
+        network: what is trained, on images or on the features of ``backbone``. Its parameters are the model's own,
+            under the model's names.
+        backbone: the frozen first layers, if their features are kept.
+        dtype: the type in which features are kept.
+        mirrored: whether the features of each image's mirror image are kept too.
     """
 
     first_step: int
@@ -45,69 +66,105 @@ class Stage:
     mirrored: bool = False
 
 
+def single_stage(model: nn.Module) -> Stage:
+    """One stage that trains every parameter that requires gradients, on images."""
+    return Stage(0, frozenset(name for name, value in model.named_parameters() if value.requires_grad), model)
+
+
 def training_stages(model: nn.Module, config: RunConfig, example: Tensor) -> tuple[Stage, ...]:
-    """The phases of a run, whose model is left with the first one's parameters to train.
+    """List the stages of a run, and leave the first one's parameters requiring gradients.
 
-    ``example`` is a few made-up rows. What a front makes of pictures is kept only where pictures are shown as they
-    are, or each with its mirror image; a random view is another picture every time. Only the first phase uses it.
+    Features are kept only where every step shows the images as they are, or each with its mirror image; a random view
+    differs from step to step. Only the first stage keeps features.
+
+    Args:
+        model: the whole model.
+        config: the resolved configuration.
+        example: a few synthetic images, (N, C, H, W).
     """
-    (first_step, trained), *later = _stretches(model, config)
-    first = _phase(model, config, example, first_step, trained)
+    transfer = config.transfer
+    if transfer is None:
+        first, later = single_stage(model), ()
+    elif transfer.trained == "head_then_all":
+        first = Stage(0, trained_names(model, "head"), model)
+        # The engine keeps one plan per module: the next stage, which runs the whole model again, needs its own.
+        later = (Stage(transfer.head_steps or 0, trained_names(model, "all"), copy.copy(model)),)
+    else:
+        first, later = Stage(0, trained_names(model, transfer.trained, stages=transfer.stages), model), ()
     set_trained(model, first)
-    # The engine keeps one plan per module: a further phase, which runs the whole model again, needs one of its own.
-    return (first, *(Stage(step, names, copy.copy(model)) for step, names in later))
+    return (_on_features(first, config, example), *later)
 
 
-def set_trained(model: nn.Module, phase: Stage) -> None:
-    """Let exactly the phase's parameters require gradients."""
+def set_trained(model: nn.Module, stage: Stage) -> None:
+    """Let exactly the stage's parameters require gradients."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in phase.trained)
+        parameter.requires_grad_(name in stage.trained)
 
 
-def stage_at(phases: Sequence[Stage], step: int) -> Stage:
-    """The phase that takes ``step``, counted from zero."""
-    return [phase for phase in phases if phase.first_step <= step][-1]
+def stage_at(stages: Sequence[Stage], step: int) -> Stage:
+    """Find the stage of ``step``, counted from zero."""
+    return [stage for stage in stages if stage.first_step <= step][-1]
 
 
 def mirrored(views: ViewsConfig) -> bool:
-    """Whether a picture is shown with its mirror image, both in every step: two views that differ by a flip alone."""
+    """Whether each step shows an image and its mirror image: two views that differ by a flip alone."""
     return views.count == 2 and views.flip > 0 and views == ViewsConfig(count=2, flip=views.flip, padding=views.padding)
 
 
-def _stretches(model: nn.Module, config: RunConfig) -> list[tuple[int, frozenset[str]]]:
-    """First step and trained parameters of each phase."""
-    transfer = config.transfer
-    if transfer is None:
-        return [(0, frozenset(name for name, value in model.named_parameters() if value.requires_grad))]
-    if transfer.trained == "head_then_all":
-        return [(0, trained_names(model, "head")), (transfer.head_steps or 0, trained_names(model, "all"))]
-    return [(0, trained_names(model, transfer.trained, stages=transfer.stages))]
+def head_of(model: nn.Module) -> str:
+    """Name the module that owns the model's last parameter: the classifier."""
+    names = [name for name, _ in model.named_parameters()]
+    if not names or "." not in names[-1]:
+        raise ArgumentError("the model has no last layer with parameters of its own, so there is no head to replace.")
+    return names[-1].rpartition(".")[0]
 
 
-def _phase(model: nn.Module, config: RunConfig, example: Tensor, first: int, trained: frozenset[str]) -> Stage:
-    whole = Stage(first, trained, model)
+def blocks_of(model: nn.Module) -> list[str]:
+    """Name the model's blocks in their order, the head last; ``transfer.stages`` counts them.
+
+    A block is a child of the model that has parameters. A child that is itself a chain of blocks (a Sequential whose
+    parts have parts of their own) counts as many as it has.
+    """
+    found: list[str] = []
+    for name, child in model.named_children():
+        parts = list(child.named_children()) if isinstance(child, (nn.Sequential, nn.ModuleList)) else []
+        chain = any(True for _, part in parts for _ in part.children())
+        names = [f"{name}.{part}" for part, _ in parts] if chain else [name]
+        found += [block for block in names if any(True for _ in model.get_submodule(block).parameters())]
+    return found
+
+
+def trained_names(model: nn.Module, trained: Trained, *, stages: int | None = None) -> frozenset[str]:
+    """Name the parameters to train: those of the ``head``, of the ``last`` ``stages`` blocks, or ``all``."""
+    names = [name for name, _ in model.named_parameters()]
+    if trained == "all":
+        return frozenset(names)
+    owners = [head_of(model)]
+    if trained == "last":
+        blocks = blocks_of(model)
+        if stages is None or stages > len(blocks):
+            raise ArgumentError(f"stages must be 1 to {len(blocks)} for this model, got {stages}.")
+        owners = blocks[-stages:]
+    return frozenset(name for name in names if any(name.startswith(f"{owner}.") for owner in owners))
+
+
+def _on_features(stage: Stage, config: RunConfig, example: Tensor) -> Stage:
+    """The same stage on kept features, where the model can be cut and the features fit into memory."""
     as_it_is = config.views == ViewsConfig(padding=config.views.padding)
-    # Maps are as large as pictures: there is nothing to gain from keeping them.
+    # Maps are as large as images: there is nothing to gain from keeping them.
     if config.task == "segmentation" or config.cache_features == "off" or not (as_it_is or mirrored(config.views)):
-        return whole
-    set_trained(model, whole)
-    cut = split(model, example)
+        return stage
+    cut = split(stage.network, example)
     if cut is None:
-        return whole
+        return stage
     dtype = _dtype(features_of(cut.backbone, example)[0].numel() * config.views.count, config)
     if dtype is None:
-        return whole
-    return Stage(first, trained, cut.rest, cut.backbone, dtype, mirrored(config.views))
-
-
-def features_of(front: nn.Module, inputs: Tensor) -> Tensor:
-    """What the front makes of inputs, in evaluation mode; the front is left as it was."""
-    with torch.no_grad():
-        return copy.deepcopy(front).eval()(inputs)
+        return stage
+    return Stage(stage.first_step, stage.trained, cut.rest, cut.backbone, dtype, mirrored(config.views))
 
 
 def _dtype(numbers_per_row: int, config: RunConfig) -> torch.dtype | None:
-    """How precisely features are kept: in full, in half, or not at all. Decided by declared numbers only."""
+    """Choose float32, float16 or nothing (None) for kept features, from declared numbers only."""
     numbers = numbers_per_row * required(config.privacy.num_units, "num_units")
     numbers *= required(config.data.rows_per_unit, "rows_per_unit")
     if 4 * numbers <= FEATURE_BYTES:
@@ -115,43 +172,159 @@ def _dtype(numbers_per_row: int, config: RunConfig) -> torch.dtype | None:
     return torch.float16 if 2 * numbers <= FEATURE_BYTES else None
 
 
+# ---- The model, and how the engine computes its gradients
+
+
+def create_model(config: RunConfig, splits: RunSplits, *, seed: int) -> nn.Module:
+    """Build the configured model for the data's classes and channels, with weights drawn from ``seed``."""
+    chosen = required(config.model, "model")
+    return models.create(
+        chosen.name,
+        num_classes=outputs_for(config.task, splits.train.num_classes),
+        in_channels=splits.train.image_shape[0],
+        seed=seed,
+        **chosen.options,
+    )
+
+
+def model_and_stages(config: RunConfig, splits: RunSplits, device: str) -> tuple[nn.Module, tuple[Stage, ...]]:
+    """Build the model in training mode, with the same public weights for every run, and its stages.
+
+    Raises:
+        ArgumentError: the model can't take images of this shape.
+    """
+    model = create_model(config, splits, seed=0).to(device).train()
+    with shape_errors(splits.train.image_shape):
+        example, _ = synthetic_like(splits, device)
+        if config.task == "segmentation":
+            with torch.no_grad():
+                model(example[:1])  # refuses impossible sizes early
+        return model, training_stages(model, config, example)
+
+
+def choose_gradient_plans(
+    model: nn.Module, stages: Sequence[Stage], config: RunConfig, splits: RunSplits, device: str
+) -> None:
+    """Let the engine decide how it computes each stage's gradients, before the model gets the run's own weights.
+
+    The decision changes the last bits of a sum. Taken again at a checkpoint's weights, it could differ, and a repeated
+    step would release another sum under the same noise.
+    """
+    inputs, targets = synthetic_like(splits, device)
+    rows = required(config.data.rows_per_unit, "rows_per_unit") * config.views.count
+    unit = torch.full((1, rows), 1 / rows, dtype=torch.float64, device=device)
+    decide = plan_for if config.privacy.enabled else fast_plan
+    for stage in stages:
+        set_trained(model, stage)
+        seen = inputs if stage.backbone is None else features_of(stage.backbone, inputs)
+        like = Microbatch(seen[:1].repeat_interleave(rows, 0), targets[:1].repeat_interleave(rows, 0), unit)
+        with shape_errors(splits.train.image_shape):
+            decide(stage.network, loss_of(config, splits), like, config.performance)
+
+
+def check_units_separate(model: nn.Module, config: RunConfig, splits: RunSplits, device: str) -> list[Finding]:
+    """Check on synthetic images that units do not mix and that gradients are right.
+
+    Returns:
+        Findings that do not forbid training; those about more than three frozen layers are joined into one.
+
+    Raises:
+        ArgumentError: the model can't be trained privately.
+    """
+    inputs, targets = synthetic_like(splits, device)
+    with shape_errors(splits.train.image_shape):
+        findings = require_private_ready(model, loss_of(config, splits), inputs, targets)
+    frozen = [finding for finding in findings if finding.problem.startswith(FROZEN)]
+    if len(frozen) <= MOST_FROZEN:
+        return findings
+    problem = f"{len(frozen)} layers are {FROZEN}, stay as they are"
+    whole = Finding(module="the model", problem=problem, remedy=frozen[0].remedy, fatal=False)
+    return [whole, *(finding for finding in findings if finding not in frozen)]
+
+
+def inspect_model(model: nn.Module, *, image_shape: tuple[int, int, int], num_classes: int) -> list[Finding]:
+    """List what prevents training ``model`` privately as a classifier, and what is worth knowing."""
+    inputs, targets = synthetic_rows(image_shape, num_classes, "cpu")
+    with shape_errors(image_shape):
+        return check_model(model, classification_loss, inputs, targets)
+
+
+def loss_of(config: RunConfig, splits: RunSplits) -> RowLoss:
+    """The loss of a run, one value per row; equal for equal arguments."""
+    return loss_for(config.task, required(config.loss, "loss"), splits.train.num_classes)
+
+
+def synthetic_rows(
+    image_shape: tuple[int, int, int], num_classes: int, device: str, *, per_pixel: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Draw four inputs and their targets (classes, or masks of classes) from a fixed seed."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn((SYNTHETIC_ROWS, *image_shape), generator=generator).to(device)
+    shape = (SYNTHETIC_ROWS, *(image_shape[1:] if per_pixel else ()))
+    return inputs, torch.randint(num_classes, shape, generator=generator).to(device)
+
+
+def synthetic_like(splits: RunSplits, device: str) -> tuple[Tensor, Tensor]:
+    """Synthetic rows of the shape that a run trains on."""
+    store = splits.train
+    return synthetic_rows(store.image_shape, store.num_classes, device, per_pixel=store.per_pixel)
+
+
+def shape_errors(image_shape: tuple[int, int, int]) -> AbstractContextManager[None]:
+    """Re-raise torch's shape errors as an ArgumentError that names the image shape."""
+    shape = "×".join(map(str, image_shape))
+    saying = f"the model can't be trained on images of shape {shape}"
+    return translated_errors(RuntimeError, ValueError, IndexError, saying=saying)
+
+
+# ---- Features of a frozen backbone
+
+
 @final
 @dataclass(frozen=True)
-class RunFeatures:
-    """Features of both splits: ``train`` is as private as the pictures, ``test`` is declared public."""
+class SplitFeatures:
+    """Features of both splits: ``train`` is as private as the images, ``test`` is declared public."""
 
     train: Features
     test: Features
 
 
-def run_features(
-    phase: Stage,
+def split_features(
+    stage: Stage,
     config: RunConfig,
-    pictures: RunSplits,
+    splits: RunSplits,
     *,
     normalisation: Normalisation,
     device: str,
     callback: RunCallback,
-) -> RunFeatures | None:
-    """The features that the phase trains on, or None where it trains on pictures.
+) -> SplitFeatures | None:
+    """Compute or load the features that a stage trains on; None where it trains on images.
 
-    Guarantee: nothing is released. A row's features are a function of its own picture and of public numbers.
+    Args:
+        stage: the stage that the next step belongs to.
+        config: the resolved configuration.
+        splits: the data.
+        normalisation: the run's pixel constants.
+        device: where to compute.
+        callback: told how many rows are done.
+
+    Guarantee: nothing is released. A row's features depend on its own image and on public values alone.
     """
-    if phase.backbone is None:
+    if stage.backbone is None:
         return None
-    front = copy.deepcopy(phase.backbone).eval()
-    front.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] (faster convolutions on a CPU)
+    backbone = copy.deepcopy(stage.backbone).eval()
+    backbone.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] (faster convolutions on a CPU)
 
-    def of(store: ImageStore, *, mirrored: bool) -> Features:
+    def features(store: ImageStore, *, mirrored: bool) -> Features:
         def compute() -> Features:
-            made_up = normalisation.apply(_made_up(store.images).to(device))
-            with quickly(front, made_up, config.feature_precision) as look:
+            synthetic = normalisation.apply(_synthetic_images(store.images).to(device))
+            with feature_forward(backbone, synthetic, config.feature_precision) as forward:
                 return extract(
-                    look,
+                    forward,
                     store.images,
                     normalisation,
                     mirrored=mirrored,
-                    dtype=phase.dtype,
+                    dtype=stage.dtype,
                     device=device,
                     progress=lambda what, done, total: callback.progressed(
                         f"{what} of {store.name}", done=done, total=total
@@ -160,43 +333,44 @@ def run_features(
 
         if config.cache_features != "disk":
             return compute()
-        how = f"{phase.dtype} {mirrored} {config.feature_precision} {kernels.identity()}"
-        key = _key(front, config, store, normalisation, how)
-        return kept_features(_folder(config), key, compute)
+        how = f"{stage.dtype} {mirrored} {config.feature_precision} {kernels.identity()}"
+        folder = cache_folder() if config.data.data_dir is None else Path(config.data.data_dir)
+        return kept_features(folder / "features", _key(backbone, config, store, normalisation, how), compute)
 
     with config.performance.chosen_kernels():
-        return RunFeatures(of(pictures.train, mirrored=phase.mirrored), of(pictures.test, mirrored=False))
+        return SplitFeatures(features(splits.train, mirrored=stage.mirrored), features(splits.test, mirrored=False))
 
 
-def _made_up(images: Tensor) -> Tensor:
-    """Two pictures of that shape out of nothing, on which ways to the features are compared: no private one decides."""
+def features_of(backbone: nn.Module, inputs: Tensor) -> Tensor:
+    """Run the backbone in evaluation mode; it is left unchanged."""
+    with torch.no_grad():
+        return copy.deepcopy(backbone).eval()(inputs)
+
+
+@contextmanager
+def feature_forward(backbone: nn.Module, synthetic: Tensor, precision: str) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Yield the backbone's forward: with fused layers where they agree on ``synthetic``, or in bfloat16 if asked."""
+    half = precision == "bfloat16"
+    with torch.autocast(synthetic.device.type, dtype=torch.bfloat16, enabled=half):
+        if half:
+            yield backbone
+            return
+        with fused_forward(backbone, synthetic) as forward:
+            yield forward
+
+
+def _synthetic_images(images: Tensor) -> Tensor:
+    """Two random uint8 images of that shape, on which forward passes are compared: no private image decides."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(256, (2, *images.shape[1:]), generator=generator, dtype=torch.uint8)
 
 
-@contextmanager
-def quickly(front: nn.Module, made_up: Tensor, precision: str) -> Iterator[Callable[[Tensor], Tensor]]:
-    """What to call for the front's outputs: its fast layers where they agree with it, or bfloat16 if asked for."""
-    half = precision == "bfloat16"
-    with torch.autocast(made_up.device.type, dtype=torch.bfloat16, enabled=half):
-        if half:
-            yield front
-            return
-        with fused_forward(front, made_up) as look:
-            yield look
-
-
-def _folder(config: RunConfig) -> Path:
-    place = cache_folder() if config.data.data_dir is None else Path(config.data.data_dir)
-    return place / "features"
-
-
-def _key(front: nn.Module, config: RunConfig, store: ImageStore, normalisation: Normalisation, kind: str) -> str:
-    """A digest of all that the features follow from; threads and processor have a say in their last bits alone."""
+def _key(backbone: nn.Module, config: RunConfig, store: ImageStore, normalisation: Normalisation, kind: str) -> str:
+    """Digest everything that the features follow from, up to the last bits of threads and processor."""
     model = "" if config.model is None else config.model.model_dump_json()
-    facts = (code_digest(), torch.__version__, model, str(front), store.fingerprint(), str(normalisation), kind)
+    facts = (code_digest(), torch.__version__, model, str(backbone), store.fingerprint(), str(normalisation), kind)
     digest = hashlib.sha256("\n".join(facts).encode())
-    for name, value in (*front.named_parameters(), *front.named_buffers()):
+    for name, value in (*backbone.named_parameters(), *backbone.named_buffers()):
         digest.update(name.encode())
         digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -1,23 +1,35 @@
-"""What leaves the house at the end of a run: weights, certificate, metrics."""
+"""Run a session to its end and write the release: weights, certificate, metrics, and example masks.
+
+Everything in the release is public: the private weights, declared facts, and metrics and images of the test split.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
+from dpvision.config import required
+from dpvision.data import ImageStore
+from dpvision.data.splits import may_show_images
+from dpvision.inference import dice_of_images, predict_masks
+from dpvision.kernels.memory import keep_freed_memory
 from dpvision.privacy.ledger import read_ledger
 from dpvision.release.build import ReleaseFacts, build_certificate
 from dpvision.release.certificate_page import render_certificate_page
 from dpvision.release.model_card import model_card
 from dpvision.storage.files import sha256_hex, weights_bytes
-from dpvision.storage.run_folder import CARD, CERTIFICATE_PAGE, EXAMPLES
-from dpvision.training.trainer import Outcome, Session, example_file
+from dpvision.storage.run_folder import CARD, CERTIFICATE_PAGE, EXAMPLES, Example, Rank, examples_bytes
+from dpvision.training.callbacks import RunCallback, stop_on_signals
+from dpvision.training.defaults import Choice
+from dpvision.training.trainer import Outcome, Session, measure, run_steps
 
 _FIRST_FIGURES = (
     "accuracy",
@@ -35,7 +47,15 @@ _FIRST_FIGURES = (
 @final
 @dataclass(frozen=True)
 class RunResult:
-    """A run that came to its end or was stopped."""
+    """The result of a run that ended or was stopped.
+
+    Attributes:
+        run: the run folder.
+        outcome: whether the plan was finished, the budget spent or the run stopped.
+        certificate: content of ``certificate.json``.
+        metrics: content of ``metrics.json``.
+        train_seconds: time spent in steps.
+    """
 
     run: Path
     outcome: Outcome
@@ -44,7 +64,7 @@ class RunResult:
     train_seconds: float
 
     def figures(self) -> dict[str, Any]:
-        """The figures that people ask for first."""
+        """The most important values: metrics, epsilon, delta, steps, outcome."""
         final_metrics = self.metrics["final"]
         return {
             **{name: final_metrics[name] for name in _FIRST_FIGURES if name in final_metrics},
@@ -59,10 +79,37 @@ class RunResult:
         }
 
 
+def run_to_release(
+    session: Session, callback: RunCallback, *, choices: tuple[Choice, ...] = (), notes: Iterable[str] = ()
+) -> RunResult:
+    """Take the remaining steps and write the release; the folder is unlocked afterwards.
+
+    Args:
+        session: a started or resumed run.
+        callback: told about progress.
+        choices: settings that were filled in, for the callback.
+        notes: messages for the callback before the first step.
+    """
+    with session.folder:
+        name = required(session.config.model, "model").name
+        callback.started(name=name, steps=session.total_steps, done=session.step, choices=choices)
+        for note in notes:
+            callback.message(note)
+        keep_freed_memory()
+        with stop_on_signals() as stop:
+            try:
+                outcome = run_steps(session, callback, stop)
+                session.final = session.final or measure(session)  # the last step of a plan is evaluated already
+                session.save_checkpoint()
+                return write_release(session, outcome=outcome)
+            finally:
+                callback.finished()
+
+
 def write_release(session: Session, *, outcome: Outcome) -> RunResult:
     """Write the release folder.
 
-    Guarantee: refused if a parameter moved by any other way than the private step path.
+    Guarantee: refused if a parameter was changed by anything but the private step.
     """
     session.optimizer.check_untouched()
     weights = weights_bytes(released_weights(session))
@@ -93,7 +140,7 @@ def write_release(session: Session, *, outcome: Outcome) -> RunResult:
 
 
 def public_description(session: Session) -> dict[str, Any]:
-    """What may be said of the data: declared facts, and nothing that was counted in it."""
+    """Declared facts about the data; nothing that was counted in it."""
     return {
         "source": session.config.data.name,
         "class_names": list(session.splits.train.class_names),
@@ -103,20 +150,20 @@ def public_description(session: Session) -> dict[str, Any]:
 
 
 def released_weights(session: Session) -> dict[str, Tensor]:
-    """Parameters (averaged ones where there are any) and buffers."""
+    """Parameters (averaged ones where there are any) and buffers by name."""
     state = dict(session.model.state_dict())
     averaged = session.optimizer.averaged_parameters()
     return state if averaged is None else {**state, **averaged}
 
 
 def software() -> dict[str, str]:
-    """Versions of what computed the run."""
+    """Versions of the software that computed the run."""
     names = ("dpvision", "torch", "dp-accounting", "numpy")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
 
 
 def metrics_of(session: Session) -> dict[str, Any]:
-    """The figures on the public test split."""
+    """Metrics on the public test split, and the curve."""
     averaged = session.optimizer.averaged_parameters() is not None
     final_metrics = {} if session.final is None else session.final.to_dict()
     last = session.curve[-1] if session.curve else {}
@@ -131,3 +178,88 @@ def metrics_of(session: Session) -> dict[str, Any]:
             **raw,
         },
     }
+
+
+MOST_OF_A_RANK = 3
+_AT_A_TIME = 32
+
+
+def example_file(session: Session) -> bytes | None:
+    """Encode example images with their masks, of a run that may show any; None otherwise.
+
+    Guarantee: every pixel comes from the test set that the user named, or from the released weights applied to it.
+    """
+    test = session.splits.test
+    if not may_show_images(session.config) or session.splits.held_out or not test.per_pixel:
+        return None
+    dice = torch.cat(
+        [
+            dice_of_images(_predicted(session, test.images[start : start + _AT_A_TIME]), truth, test.num_classes)
+            for start, truth in zip(range(0, test.num_rows, _AT_A_TIME), test.labels.split(_AT_A_TIME), strict=True)
+        ]
+    )
+    chosen = choose_rows(dice, test)
+    rows = [row for _, row in chosen]
+    predicted = _predicted(session, test.images[rows])
+    return examples_bytes(
+        [
+            Example(
+                rank=rank,
+                dice=float(dice[row]),
+                owner=None if test.owners is None else str(test.owners[row]),
+                image_CHW=test.images[row].numpy(),
+                truth_HW=test.labels[row].numpy(),
+                predicted_HW=mask.numpy(),
+            )
+            for (rank, row), mask in zip(chosen, predicted, strict=True)
+        ]
+    )
+
+
+def choose_rows(dice: Tensor, test: ImageStore) -> list[tuple[Rank, int]]:
+    """Choose the best, median and worst rows by Dice: up to three of each, none twice, of different owners if possible.
+
+    Rows with an empty mask are used only if there are no others: predicting nothing is perfect on them.
+
+    Args:
+        dice: Dice of each row, (N,).
+        test: the public test split.
+    """
+    full: list[int] = test.labels.flatten(1).any(1).nonzero()[:, 0].tolist() or list(range(test.num_rows))
+    order = sorted(full, key=lambda row: (-float(dice[row]), row))
+    place = {row: number for number, row in enumerate(order)}
+    count = max(1, min(MOST_OF_A_RANK, len(order) // 3))
+    owners = test.owners
+    best = _of_different_owners(order, owners, count)
+    left = [row for row in order if row not in best]
+    worst = _of_different_owners(left[::-1], owners, count)
+    left = [row for row in left if row not in worst]
+    nearest = sorted(left, key=lambda row: (abs(place[row] - len(order) // 2), row))
+    median = sorted(_of_different_owners(nearest, owners, count), key=place.__getitem__)
+    ranks: list[tuple[Rank, list[int]]] = [("best", best), ("median", median), ("worst", worst)]
+    return [(rank, row) for rank, rows in ranks for row in rows]
+
+
+def _of_different_owners(rows: Sequence[int], owners: Sequence[str] | None, count: int) -> list[int]:
+    """Take the first ``count`` rows; a second row of an owner only if no other owner is in the first quarter."""
+    if owners is None:
+        return list(rows[:count])
+    near = rows[: max(count, len(rows) // 4)]
+    seen: set[str] = set()
+    first, again = [], []
+    for row in near:
+        (again if owners[row] in seen else first).append(row)
+        seen.add(owners[row])
+    return [*first, *again][:count]
+
+
+def _predicted(session: Session, images: Tensor) -> Tensor:
+    """Masks of the released weights, (N, H, W)."""
+    masks = predict_masks(
+        session.model,
+        images,
+        session.normalisation,
+        parameters=session.optimizer.averaged_parameters(),
+        device=session.device,
+    )
+    return torch.cat(list(masks))

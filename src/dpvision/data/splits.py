@@ -1,0 +1,151 @@
+"""The two splits of a run: the private training split and the public test split, as its configuration names them.
+
+Training, inference and the audits load data through ``load_splits``, so that all of them see the same rows. Which units
+are held out depends on the run's key alone; everything else depends on the configuration and on the files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import final
+
+import numpy as np
+
+from dpvision.config import DataConfig, RunConfig, required
+from dpvision.data.batches import hold_out
+from dpvision.data.datasets import dataset_names
+from dpvision.data.image_folder import split_folders
+from dpvision.data.loading import load, load_one
+from dpvision.data.normalisation import Normalisation, fixed_normalisation
+from dpvision.data.options import LoadOptions
+from dpvision.data.store import ImageStore, dense_units
+from dpvision.errors import ArgumentError
+from dpvision.privacy.randomness import Keys
+
+
+@final
+@dataclass(frozen=True)
+class RunSplits:
+    """The two splits of a run.
+
+    Attributes:
+        train: private; only the sampler and the noisy statistics read it.
+        test: declared public.
+        published: constants published for the dataset or for the pretrained weights, if there are any.
+        held_out: whether ``test`` was held out of the private data.
+        skipped: (file, reason) of every file that could not be read.
+    """
+
+    train: ImageStore
+    test: ImageStore
+    published: Normalisation | None
+    held_out: bool
+    skipped: tuple[tuple[str, str], ...] = ()
+
+
+def load_splits(config: RunConfig, keys: Keys) -> RunSplits:
+    """Load both splits; without a test set, hold out a part of the units.
+
+    Args:
+        config: names the data; its fields may still be open.
+        keys: ``holdout_keys`` of the run.
+
+    Raises:
+        DataError: a file can't be read, or a split would be empty.
+        ArgumentError: the test set overlaps the private images, or ``most_rows_per_owner`` does not apply.
+
+    Guarantee: each unit is held out independently of the others, see ``hold_out``.
+    """
+    data, options = config.data, load_options(config)
+    loaded = load(data.source, options)
+    train, test, held_out = loaded.train, loaded.test, False
+    if data.test is not None:
+        require_test_part(data, has_one=test is not None)
+        others = options.with_shape(train.image_shape).model_copy(update={"masks": data.test_masks})
+        test = load_one(data.test, others, class_names=train.class_names)
+    elif test is None:
+        train, test = hold_out(train, fraction=data.holdout_fraction, keys=keys)
+        held_out = True
+    return RunSplits(
+        train=limit_rows(train, config),
+        test=test,
+        published=loaded.normalisation if loaded.normalisation.source == "published" else None,
+        held_out=held_out,
+        skipped=loaded.train.skipped + (() if held_out else test.skipped),
+    )
+
+
+def holdout_keys(keys: Keys, run_id: str) -> Keys:
+    """Derive the key of the held-out split from the run alone, so that a resumed run holds out the same units."""
+    return keys.bind("holdout", run_id)
+
+
+def load_options(config: RunConfig) -> LoadOptions:
+    """Say how the configuration wants the training images to be read."""
+    return LoadOptions(**config.data.model_dump(), segmentation=config.task == "segmentation")
+
+
+def require_test_part(data: DataConfig, *, has_one: bool) -> None:
+    """Refuse private images that are named as public test images too: their metrics are released without noise."""
+    if data.test is None or data.source in dataset_names() or data.test in dataset_names():
+        return
+    source, test = Path(data.source).resolve(), Path(data.test).resolve()
+    if source == test and has_one:
+        return
+    private = split_folders(source)[0].resolve() if source.is_dir() else source
+    around = private.is_relative_to(test) and (test.is_file() or split_folders(test)[1] is None)
+    if around or test.is_relative_to(private):
+        raise ArgumentError(
+            f"test must name other images than the private ones, got {data.test!r}, which has none or lies among "
+            "them. Leave it out to hold a part of the units out."
+        )
+
+
+def limit_rows(store: ImageStore, config: RunConfig) -> ImageStore:
+    """Keep at most ``most_rows_per_owner`` rows of each owner: the first ones in the order of the store.
+
+    Guarantee: an owner's rows are chosen by that owner's rows alone, so adding or removing one owner changes no other
+    owner's rows. Adding or removing one row may let another row of the same owner in or out.
+    """
+    most = config.privacy.most_rows_per_owner
+    if most is None:
+        return store
+    if store.owners is None or config.data.units != "rows":
+        raise ArgumentError(
+            f"most_rows_per_owner is for runs whose units are rows with known owners, got {most}. Set units=rows and "
+            "say who owns which image, or leave it out: where owners are the units, rows_per_unit bounds a step."
+        )
+    owner_of_row = dense_units(store.owners).numpy()
+    order = np.argsort(owner_of_row, kind="stable")
+    first = np.searchsorted(owner_of_row[order], owner_of_row[order])
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order)) - first
+    # Rows are the units here, so the remaining ones are numbered again in the order of the store.
+    return replace(store.select_units(np.flatnonzero(place < most)), skipped=store.skipped)
+
+
+def constant_normalisation(config: RunConfig, splits: RunSplits) -> Normalisation:
+    """Return the pixel constants of a run that releases no statistics: published, none, or fixed."""
+    channels = splits.train.image_shape[0]
+    if config.data.normalisation == "published" and splits.published is not None:
+        return splits.published
+    if config.data.normalisation == "none":
+        return fixed_normalisation(channels, mean=0.0, std=1.0)
+    return fixed_normalisation(channels)
+
+
+def stored_normalisation(config: RunConfig) -> Normalisation:
+    """Return the pixel constants that the run has written into its configuration."""
+    source = {"published": "published", "released": "released"}.get(config.data.normalisation, "fixed")
+    mean, std = required(config.data.mean, "mean"), required(config.data.std, "std")
+    return Normalisation.from_dict({"mean": mean, "std": std, "source": source})
+
+
+def may_show_images(config: RunConfig) -> bool:
+    """Whether test images themselves may be released: only those of a segmentation that the user named as public.
+
+    Units held out of the private data are declared public for metrics on them, and for nothing else; so is a test part
+    that came with the data, unless it was named too.
+    """
+    return config.task == "segmentation" and config.data.test is not None
