@@ -36,8 +36,8 @@ class ReleasedModel:
 
     def with_window(self, window: tuple[float, float]) -> ReleasedModel:
         """The same model, for volumes of which these intensities are what it was trained on."""
-        config = self.config.model_copy(update={"data": self.config.data.model_copy(update={"window": window})})
-        return replace(self, config=config)
+        values = self.config.model_dump()
+        return replace(self, config=parse_config({**values, "data": {**values["data"], "window": window}}))
 
 
 def load_model(run: Path) -> ReleasedModel:
