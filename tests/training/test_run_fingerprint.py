@@ -28,13 +28,13 @@ def pictures(tmp_path: Path) -> Path:
 def test_how_gradients_are_computed_is_settled_on_everybodys_weights(
     kernels: str, tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, seen = plan._make, []
+    original, seen = plan._make_plan, []
 
     def watched(model: Any, *arguments: Any) -> Any:
         seen.append({name: value.clone() for name, value in model.state_dict().items()})
         return original(model, *arguments)
 
-    monkeypatch.setattr(plan, "_make", watched)
+    monkeypatch.setattr(plan, "_make_plan", watched)
     config = tiny_config(pictures, performance={"kernels": kernels})
     session, _ = start_run(config, tmp_path / "run", seed=3, device="cpu")
     for _ in range(5):

@@ -179,7 +179,7 @@ def session_on(
         config: The settings.
         train: Training images.
         keys: Randomness, not bound to the data: neighbouring stores under equal keys share draws and noise.
-        learner: The model and its stages; by default the configured model, all of it trained.
+        model: The model, all of it trained; by default the configured one.
         normalisation: Pixel normalisation; by default the configuration's constants.
         parent: Where the temporary folder is made.
 
