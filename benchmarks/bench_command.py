@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from dpvision.cli.console import print_json, printable, user_errors
+from dpvision.cli import run_program
+from dpvision.cli.console import print_json
+from dpvision.cli.flags import Json, as_command
+from dpvision.errors import printable
 
 if TYPE_CHECKING:
     from benchmarks import Figures, Item
@@ -19,67 +23,79 @@ if TYPE_CHECKING:
 Count = int | None
 
 
-def bench(
+@dataclass(frozen=True, kw_only=True)
+class BenchFlags:
+    """What ``python -m benchmarks`` is told; what is None is chosen."""
+
     model: Annotated[
-        str | None, typer.Option(help="A model's name, or with --suite those to take. Default: shoefit_cnn.")
-    ] = None,
-    batch: Annotated[Count, typer.Option(help="Privacy units in a step. Default: 256.")] = None,
-    image_size: Annotated[Count, typer.Option(help="Side of a picture (1: features). Default: the paper's.")] = None,
-    in_channels: Annotated[Count, typer.Option(help="Channels of a picture. Default: the paper's.")] = None,
-    views: Annotated[Count, typer.Option(help="Rows per unit, ordinary steps have as many. Default: 1.")] = None,
-    microbatch_size: Annotated[Count, typer.Option(help="Units at a time. Default: chosen.")] = None,
+        str | None, typer.Option(help="Model, or with --suite the models to keep. Default: shoefit_cnn.")
+    ] = None
+    batch: Annotated[Count, typer.Option(help="Privacy units in a step. Default: 256.")] = None
+    image_size: Annotated[Count, typer.Option(help="Side of an image (1: features). Default: the paper's.")] = None
+    in_channels: Annotated[Count, typer.Option(help="Channels of an image. Default: the paper's.")] = None
+    views: Annotated[Count, typer.Option(help="Rows per unit, also of ordinary steps. Default: 1.")] = None
+    microbatch_size: Annotated[Count, typer.Option(help="Units at a time. Default: chosen.")] = None
     suite: Annotated[
         str | None, typer.Option(help="targets, peers, catalogue, scaling or quick; several with commas.")
-    ] = None,
-    contenders: Annotated[str | None, typer.Option(help="Names with commas, instead of everybody.")] = None,
-    compile_: Annotated[bool, typer.Option("--compile", help="Also the variants that are compiled.")] = False,
-    repeats: Annotated[int, typer.Option(help="Interleaved rounds.")] = 7,
-    threads: Annotated[Count, typer.Option(help="Threads of every contender. Default: torch's.")] = None,
-    jax_python: Annotated[Path | None, typer.Option(help="Python with jax_privacy, which then takes part.")] = None,
-    memory: Annotated[bool, typer.Option(help="Measure peak memory, each contender in its own process.")] = True,
-    breakdown: Annotated[bool, typer.Option(help="Measure the parts of a private step.")] = True,
-    read: Annotated[list[Path] | None, typer.Option(help="Figures of an earlier --json, instead of a run.")] = None,
-    write: Annotated[Path | None, typer.Option(help="Write a page, its chart and raw figures, e.g. to x.md.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print figures as JSON on stdout.")] = False,
-) -> None:
+    ] = None
+    contenders: Annotated[str | None, typer.Option(help="Names with commas. Default: all.")] = None
+    compile_: Annotated[bool, typer.Option("--compile", help="Also the variants that are compiled.")] = False
+    repeats: Annotated[int, typer.Option(help="Interleaved rounds.")] = 7
+    threads: Annotated[Count, typer.Option(help="Threads of every contender. Default: torch's.")] = None
+    jax_python: Annotated[Path | None, typer.Option(help="Python with jax_privacy, which then takes part.")] = None
+    memory: Annotated[bool, typer.Option(help="Measure peak memory, each contender in its own process.")] = True
+    breakdown: Annotated[bool, typer.Option(help="Measure the parts of a private step.")] = True
+    read: Annotated[list[Path] | None, typer.Option(help="Results of an earlier --json, instead of a run.")] = None
+    write: Annotated[Path | None, typer.Option(help="Write a page, its chart and raw results, e.g. to x.md.")] = None
+    json: Json = False
+
+    def workload(self) -> dict[str, Any]:
+        """The facts of a workload that were given."""
+        names = ("model", "batch", "image_size", "in_channels", "views", "microbatch_size")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def bench(flags: BenchFlags) -> None:
     """Time private, ordinary and peers' steps in turn: medians, as ratios to the ordinary eager step.
 
     Example: python -m benchmarks --model resnet9 --batch 128 --contenders channels-last,dpvision-native,opacus-hooks
     """
-    with user_errors():
-        from benchmarks import Settings, run
-        from benchmarks.page import require_writable, write_page
-        from benchmarks.table import terminal_lines
-        from dpvision.kernels.memory import keep_freed_memory
+    from benchmarks.page import require_writable, write_page
+    from benchmarks.table import terminal_lines
 
-        settings = Settings(
-            contenders=None if contenders is None else _names(contenders),
-            compile=compile_,
-            repeats=repeats,
-            threads=threads,
-            memory=memory,
-            breakdown=breakdown,
-            jax_python=jax_python,
-        )
-        workload = {"model": model, "batch": batch, "image_size": image_size, "in_channels": in_channels}
-        workload |= {"views": views, "microbatch_size": microbatch_size}
-        asked = {name: value for name, value in workload.items() if value is not None}
-        if write is not None:
-            require_writable(write)
-        if read:
-            figures = _earlier(read, asked if suite is None else {**asked, "suite": suite})
-        else:
-            items = _items(asked) if suite is None else _suites(suite, asked)
-            keep_freed_memory()  # as in training; ordinary steps gain from it, too
-            with _progress() as progress:
-                figures = run(items, settings, progress)
-        if write is not None:
-            write_page(figures, write)
-        if json:
-            print_json(figures.to_dict())
-            return
-        for line in terminal_lines(figures):
-            typer.echo(line)
+    if flags.write is not None:
+        require_writable(flags.write)
+    asked, suite = flags.workload(), flags.suite
+    if flags.read:
+        figures = _earlier(flags.read, asked if suite is None else {**asked, "suite": suite})
+    else:
+        figures = _measured(_items(asked) if suite is None else _suites(suite, asked), flags)
+    if flags.write is not None:
+        write_page(figures, flags.write)
+    if flags.json:
+        print_json(figures.to_dict())
+        return
+    for line in terminal_lines(figures):
+        typer.echo(line)
+
+
+def _measured(items: list[Item], flags: BenchFlags) -> Figures:
+    """Run the workloads, and say on stderr which one is running."""
+    from benchmarks import Settings, run
+    from dpvision.kernels.memory import keep_freed_memory
+
+    settings = Settings(
+        contenders=None if flags.contenders is None else _names(flags.contenders),
+        compile=flags.compile_,
+        repeats=flags.repeats,
+        threads=flags.threads,
+        memory=flags.memory,
+        breakdown=flags.breakdown,
+        jax_python=flags.jax_python,
+    )
+    keep_freed_memory()  # as in training; ordinary steps gain from it, too
+    with _progress() as progress:
+        return run(items, settings, progress)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -140,9 +156,9 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command()(bench)
+app.command()(as_command(bench))
 
 
 def main() -> None:
     """Run the command, with the exit codes of the ``dpvision`` command."""
-    app(prog_name="python -m benchmarks")
+    run_program(app, name="python -m benchmarks")

@@ -6,7 +6,6 @@ pydantic. ``flags`` derives the flags of ``train`` from the configuration, ``con
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +13,7 @@ from typer.core import TyperGroup
 
 from dpvision import __version__
 from dpvision.cli.audit_command import audit
-from dpvision.cli.console import INTERRUPTED, printable
+from dpvision.cli.console import INTERRUPTED, say
 from dpvision.cli.epsilon_command import calibrate, epsilon
 from dpvision.cli.flags import OTHER_NAMES, as_command, run_settings
 from dpvision.cli.model_commands import check, models
@@ -98,7 +97,7 @@ def run_program(program: Any, *, name: str) -> None:
     except typer.TyperException as error:
         message = _usage_message(error)
         if message:  # empty after the help that answers a call without arguments
-            typer.echo(f"error: {printable(message)} Try --help.", err=True)
+            say(f"error: {message}{'' if message[-1] in '.?' else '.'} Try --help.")
         raise SystemExit(2) from error
     except (typer.Abort, KeyboardInterrupt) as error:
         raise SystemExit(INTERRUPTED) from error
@@ -107,14 +106,12 @@ def run_program(program: Any, *, name: str) -> None:
 
 def _usage_message(error: Any) -> str:
     """The message of a wrong call; an unknown flag comes with the flag that was probably meant."""
-    unknown = getattr(error, "option_name", None)
-    command = getattr(error, "cmd", None)
-    if unknown is None or command is None or not str(error).startswith("No such option"):
+    if not hasattr(error, "possibilities"):
         return error.format_message() if isinstance(error, typer.BadParameter) else str(error)
-    known = [flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")]
-    meant = OTHER_NAMES.get(unknown)
-    close = [meant] if meant in known else difflib.get_close_matches(unknown, known, n=1)
-    return f"No such option: {unknown}.{f' Did you mean {close[0]}?' if close else ''}"
+    meant = OTHER_NAMES.get(error.option_name)
+    known = {flag for parameter in error.cmd.params for flag in parameter.opts} if error.cmd else set()
+    close = [meant] if meant in known else sorted(error.possibilities or ())
+    return f"No such option: {error.option_name}{f'. Did you mean {close[0]}?' if close else '.'}"
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from dpvision.cli.console import PROBLEMS_FOUND, print_json, printable, say
+from dpvision.cli.console import PROBLEMS_FOUND, print_json, say
 from dpvision.cli.flags import Json, ModelOptions, parse_options
-from dpvision.errors import ArgumentError
+from dpvision.errors import ArgumentError, printable
 
 if TYPE_CHECKING:
     from dpvision.audit import Subject

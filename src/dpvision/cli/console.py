@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from dpvision.errors import DPVisionError, brief
+from dpvision.errors import DPVisionError, brief, printable
 
 PROBLEMS_FOUND = 1
 """Exit code of a command that ran, and found that something is wrong."""
@@ -42,18 +42,13 @@ def user_errors(wording: Callable[[str], str] = str) -> Iterator[None]:
 
 def fail(message: str) -> None:
     """Print one line on stderr and leave with exit code 2."""
-    typer.echo(f"error: {printable(message)}", err=True)
+    say(f"error: {message}")
     raise typer.Exit(2)
 
 
 def say(text: str) -> None:
     """Print one line on stderr: stdout carries results only."""
-    typer.echo(printable(text), err=True)
-
-
-def printable(text: str) -> str:
-    """Return ``text`` on one line, with control characters (of a hostile file name, say) made visible."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text.replace("\n", " "))
+    typer.echo(printable(text.replace("\n", " ")), err=True)
 
 
 def known_device(name: str) -> str:
@@ -78,7 +73,13 @@ def print_json(values: Mapping[str, Any]) -> None:
 
 
 def print_table(columns: tuple[str, ...], rows: Sequence[Mapping[str, object]], *, header: bool = True) -> None:
-    """Print rows as a table on stdout; whole numbers are right-aligned."""
+    """Print a table on stdout.
+
+    Args:
+        columns: keys of the rows, which are the headings too.
+        rows: the values; columns of whole numbers are right-aligned.
+        header: whether to print the headings.
+    """
     from rich.console import Console
     from rich.table import Table
 

@@ -128,7 +128,17 @@ def require(**given: Any) -> None:
 
 
 def count_steps(steps: int | None, epochs: float | None, num_units: Any, expected_batch_size: Any) -> int:
-    """Return ``steps``, or the least number of steps that makes up the epochs."""
+    """Return the number of steps.
+
+    Args:
+        steps: the number itself, or None.
+        epochs: passes over the data instead, or None; the least number of steps that makes them up is returned.
+        num_units: number of privacy units.
+        expected_batch_size: mean number of units in a draw.
+
+    Raises:
+        ArgumentError: neither or both of ``steps`` and ``epochs`` are given.
+    """
     from dpvision.accounting import steps_for_epochs
 
     if (steps is None) == (epochs is None):
@@ -139,7 +149,13 @@ def count_steps(steps: int | None, epochs: float | None, num_units: Any, expecte
 
 
 def choose_delta(delta: float | None, num_units: int, *, json: bool) -> tuple[float, bool]:
-    """Return the given delta or a proposal, which is announced, and whether it was proposed."""
+    """Return delta, and whether it was proposed.
+
+    Args:
+        delta: the given one, or None to propose a power of ten below 1 / num_units; a proposal is announced.
+        num_units: number of privacy units.
+        json: announce on stderr, since stdout carries JSON.
+    """
     from dpvision.accounting import propose_delta
 
     if delta is not None:
@@ -150,7 +166,12 @@ def choose_delta(delta: float | None, num_units: int, *, json: bool) -> tuple[fl
 
 
 def mechanism_of(flags: Any, **found: Any) -> Mechanism:
-    """Build the mechanism from flags and from what was computed."""
+    """Build the mechanism.
+
+    Args:
+        flags: has num_units, expected_batch_size, noise_multiplier and adjacency.
+        found: values that were computed; they replace those of the flags.
+    """
     from dpvision.privacy.mechanism import Mechanism
 
     given = ("num_units", "expected_batch_size", "noise_multiplier", "adjacency")
@@ -159,7 +180,18 @@ def mechanism_of(flags: Any, **found: Any) -> Mechanism:
 
 
 def solve(unknown: str, known: dict[str, Any], *, num_units: int, delta: float, adjacency: str) -> float:
-    """Calibrate the quantity of that name to the target epsilon; ``known`` has the others."""
+    """Calibrate one quantity of a mechanism to the target epsilon.
+
+    Args:
+        unknown: noise_multiplier, steps or expected_batch_size.
+        known: the other two and target_epsilon; a value of ``unknown`` is ignored.
+        num_units: number of privacy units.
+        delta: delta of the guarantee.
+        adjacency: which datasets are neighbours.
+
+    Returns:
+        The value with which the mechanism stays below the target.
+    """
     from dpvision import accounting
 
     function = getattr(accounting, f"calibrate_{unknown}")
@@ -223,18 +255,14 @@ def _print_mechanism(mechanism: Mechanism, *, delta: tuple[float, bool], json: b
     meaning = describe(by_pld, true_positive_rate=attack)
     epsilon_rdp, note = _rdp_if_proved(mechanism, delta[0])
     warnings = [*cautions(by_pld, num_units=mechanism.num_units), *note]
+    names = ("num_units", "expected_batch_size", "sample_rate", "noise_multiplier", "steps", "epochs")
     values: dict[str, Any] = {
         "epsilon": by_pld.epsilon,
         "epsilon_rdp": epsilon_rdp,
         "delta": by_pld.delta,
         "delta_proposed": delta[1],
         "adjacency": by_pld.adjacency,
-        "num_units": mechanism.num_units,
-        "expected_batch_size": mechanism.expected_batch_size,
-        "sample_rate": mechanism.sample_rate,
-        "noise_multiplier": mechanism.noise_multiplier,
-        "steps": mechanism.steps,
-        "epochs": mechanism.epochs,
+        **{name: getattr(mechanism, name) for name in names},
         **extra,
     }
     for warning in warnings:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from dpvision.cli.console import PROBLEMS_FOUND, print_json, print_table, printable
+from dpvision.cli.console import PROBLEMS_FOUND, print_json, print_table
 from dpvision.cli.flags import Json, ModelOptions, parse_options
-from dpvision.errors import ArgumentError, Problems
+from dpvision.errors import ArgumentError, Problems, printable
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpvision.cli.console import INTERRUPTED, PROBLEMS_FOUND, print_json, print_table, printable, say
+from dpvision.cli.console import INTERRUPTED, PROBLEMS_FOUND, print_json, print_table, say
 from dpvision.cli.flags import Device, Json
+from dpvision.errors import printable
 
 if TYPE_CHECKING:
     from dpvision.papers import Recipe

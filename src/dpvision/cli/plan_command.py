@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from dpvision.privacy.mechanism import Adjacency, Guarantee, Mechanism
 
 
+_ROW_VALUES = (
+    *("expected_batch_size", "epochs", "steps", "sample_rate", "noise_multiplier", "effective_noise"),
+    *("full_batch_noise", "excess_noise", "batch_is_enough", "signal"),
+)
 _CAPTION = (
     "effective noise = noise multiplier / batch, on the mean gradient: lower learns better. signal = √steps · sample "
     "rate / noise. × full: the effective noise against that of as many steps with every unit in each; • marks a batch "
@@ -164,18 +168,26 @@ def _check_noise(flags: PlanFlags, *, up: bool) -> None:
 def print_plan(
     rows: Sequence[PlanRow], published: Sequence[Published], *, target: float, delta_proposed: bool, json: bool
 ) -> None:
-    """Print the rows, what papers chose for the same data and epsilon, and warnings."""
+    """Print a plan, what papers chose for the same data and epsilon, and warnings.
+
+    Args:
+        rows: one for each pair of batch size and length, at least one.
+        published: settings of papers at the same number of units, epsilon and delta.
+        target: the target epsilon.
+        delta_proposed: whether delta was chosen by us.
+        json: print JSON instead of tables.
+    """
     from dpvision.accounting import cautions
 
     spent: Guarantee = max((row.guarantee for row in rows), key=lambda guarantee: guarantee.epsilon)
     warnings = cautions(spent, num_units=rows[0].num_units)
     for warning in warnings:
         say(f"warning: {warning}")
-    chosen = [_published_figures(setting, spent.adjacency) for setting in published]
+    chosen = [_published_values(setting, spent.adjacency) for setting in published]
     if json:
         facts = {"target_epsilon": target, "delta": spent.delta, "delta_proposed": delta_proposed}
         facts |= {"adjacency": spent.adjacency, "num_units": rows[0].num_units, "cautions": list(warnings)}
-        print_json({**facts, "rows": [_row_figures(row) for row in rows], "published": chosen})
+        print_json({**facts, "rows": [_row_values(row) for row in rows], "published": chosen})
         return
     _print_rows(rows, title=f"epsilon ≤ {target:g} at delta {spent.delta:g} ({spent.adjacency})")
     if chosen:
@@ -188,11 +200,17 @@ def print_scaling(
 ) -> None:
     """Print the cheap setting, the full one, the epsilon of each, and what that means for a search.
 
-    ``up`` says that the search was given and the target found; ``delta`` comes with whether it was proposed.
+    Args:
+        search: the cheap mechanism.
+        target: the full mechanism, with equal noise on the mean gradient.
+        factor: how many times the batch of the target is larger, > 1.
+        up: whether the search was given and the target computed.
+        delta: delta, and whether it was proposed.
+        json: print JSON instead of a table.
     """
     from dpvision.privacy.mechanism import rounded_up
 
-    figures = {"search": _mechanism_figures(search, delta[0]), "target": _mechanism_figures(target, delta[0])}
+    figures = {"search": _mechanism_values(search, delta[0]), "target": _mechanism_values(target, delta[0])}
     notes = [
         f"The search does 1/{factor:g} of the work with equal noise on the mean gradient and equal steps: a learning "
         "rate, clip norm or model that wins there fits the target as it is.",
@@ -225,23 +243,12 @@ def _command(mechanism: Mechanism, scale: str, delta: float) -> str:
     )
 
 
-def _row_figures(row: PlanRow) -> dict[str, float | bool]:
-    return {
-        "expected_batch_size": row.expected_batch_size,
-        "epochs": row.epochs,
-        "steps": row.steps,
-        "sample_rate": row.sample_rate,
-        "noise_multiplier": row.noise_multiplier,
-        "effective_noise": row.effective_noise,
-        "full_batch_noise": row.full_batch_noise,
-        "excess_noise": row.excess_noise,
-        "batch_is_enough": row.batch_is_enough,
-        "signal": row.signal,
-        "epsilon": row.guarantee.epsilon,
-    }
+def _row_values(row: PlanRow) -> dict[str, float | bool]:
+    """A row of the plan for JSON."""
+    return {**{name: getattr(row, name) for name in _ROW_VALUES}, "epsilon": row.guarantee.epsilon}
 
 
-def _published_figures(setting: Published, adjacency: Adjacency) -> dict[str, float | str]:
+def _published_values(setting: Published, adjacency: Adjacency) -> dict[str, float | str]:
     """The setting with its epsilon under the plan's adjacency, which need not be the paper's."""
     from dpvision.accounting import guarantee
 
@@ -255,7 +262,8 @@ def _published_figures(setting: Published, adjacency: Adjacency) -> dict[str, fl
     }
 
 
-def _mechanism_figures(mechanism: Mechanism, delta: float) -> dict[str, Any]:
+def _mechanism_values(mechanism: Mechanism, delta: float) -> dict[str, Any]:
+    """A mechanism and its epsilon, in the order of the table."""
     from dpvision.accounting import mechanism_guarantee
 
     return {
@@ -269,6 +277,7 @@ def _mechanism_figures(mechanism: Mechanism, delta: float) -> dict[str, Any]:
 
 
 def _print_rows(rows: Sequence[PlanRow], *, title: str) -> None:
+    """Print the plan as a table, with a line between batch sizes. Epsilon is rounded up."""
     from rich.console import Console
     from rich.table import Table
 
@@ -289,6 +298,7 @@ def _print_rows(rows: Sequence[PlanRow], *, title: str) -> None:
 
 
 def _print_table(lines: Sequence[Mapping[str, Any]], *, title: str) -> None:
+    """Print mappings with equal keys as a table. Epsilon is rounded up."""
     from rich.console import Console
     from rich.table import Table
 

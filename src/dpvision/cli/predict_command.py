@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpvision.cli.console import print_json, printable, say
+from dpvision.cli.console import print_json, say
 from dpvision.cli.flags import Device, Json
-from dpvision.errors import ArgumentError
+from dpvision.errors import ArgumentError, printable
 
 if TYPE_CHECKING:
     from dpvision.inference import MaskMetrics, Metrics

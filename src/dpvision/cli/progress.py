@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-from dpvision.cli.console import printable
+from dpvision.errors import printable
 from dpvision.training.callbacks import RunCallback
 from dpvision.training.defaults import Choice
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpvision.cli.console import PROBLEMS_FOUND, print_json, printable
+from dpvision.cli.console import PROBLEMS_FOUND, print_json
 from dpvision.cli.flags import Json
+from dpvision.errors import printable
 from dpvision.privacy.mechanism import rounded_up
 
 if TYPE_CHECKING:

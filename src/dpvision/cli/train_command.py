@@ -221,7 +221,17 @@ def _require_paths(config: RunConfig) -> None:
 
 
 def place_run(config: RunConfig, *, recipe: str | None, output: Path | None, quick: bool) -> tuple[RunConfig, Path]:
-    """Choose the run's folder, and place the data of a recipe; with ``quick`` write synthetic images beside the run."""
+    """Choose the run's folder, and place the data of a recipe.
+
+    Args:
+        config: the configuration.
+        recipe: the recipe that it came from, or None.
+        output: the folder that was asked for; None chooses runs/NAME-1, -2 and so on.
+        quick: write synthetic images beside the run and train on them, for two steps.
+
+    Returns:
+        The configuration with the place of its data, and the folder.
+    """
     folder = output or free_folder(Path("runs"), f"{config.name}-quick" if quick else config.name)
     if recipe is None and not quick:
         return config, folder
