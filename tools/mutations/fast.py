@@ -115,8 +115,9 @@ FAST = (
         "gradients/plan.py",
         (
             "a call's tensors outlive its shapes",
-            "    return [_CallShapes.from_call(call) for call in calls]",
-            "    model.kept = [*getattr(model, 'kept', []), *calls]\n    return [_CallShapes.from_call(call) for call in calls]",
+            "    calls = run_captured(model, loss_fn, microbatch, owners, backward=backward)\n",
+            "    calls = run_captured(model, loss_fn, microbatch, owners, backward=backward)\n"
+            "    model.kept = [*getattr(model, 'kept', []), *calls]\n",
         ),
     ),
     *mutations(

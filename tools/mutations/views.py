@@ -49,6 +49,6 @@ VIEWS = (
     *mutations(
         "privacy/test_randomness",
         "privacy/randomness.py",
-        ("owners share words", "owners[:, None] * blocks + np.arange(blocks)", "owners[:, None] + np.arange(blocks)"),
+        ("units share words", "units[:, None] * blocks + np.arange(blocks)", "units[:, None] + np.arange(blocks)"),
     ),
 )

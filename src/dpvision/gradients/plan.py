@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,7 +35,6 @@ from dpvision.gradients.ownership import (
 from dpvision.gradients.per_unit import (
     AxesByModule,
     BatchAxes,
-    CapturedCall,
     LossFunction,
     RowsPerEntry,
     row_losses,
@@ -334,9 +333,7 @@ def _try_plan(model: nn.Module, loss_fn: LossFunction, batch: Microbatch, plan: 
     return CheckedPlan(plan, found.wrong, found.proved)
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class _CallShapes:
+class _CallShapes(NamedTuple):
     """The shapes of a call, without its tensors: a large model's would fill the memory.
 
     Attributes:
@@ -347,14 +344,9 @@ class _CallShapes:
     """
 
     owner: ParameterOwner
-    inputs: tuple[torch.Size | None, ...]
-    outputs: tuple[torch.Size | None, ...]
-    reached: tuple[bool, ...]
-
-    @staticmethod
-    def from_call(call: CapturedCall) -> _CallShapes:
-        reached = tuple(gradient is not None for gradient in call.gradients)
-        return _CallShapes(call.owner, tuple(call.input_shapes), tuple(call.outputs), reached)
+    inputs: list[torch.Size | None]
+    outputs: list[torch.Size | None]
+    reached: list[bool]
 
 
 def _call_shapes(
@@ -367,7 +359,10 @@ def _call_shapes(
 ) -> list[_CallShapes]:
     """Return the shapes of all calls of one pass."""
     calls = run_captured(model, loss_fn, microbatch, owners, backward=backward)
-    return [_CallShapes.from_call(call) for call in calls]
+    return [
+        _CallShapes(call.owner, call.input_shapes, call.outputs, [gradient is not None for gradient in call.gradients])
+        for call in calls
+    ]
 
 
 def _find_axes(

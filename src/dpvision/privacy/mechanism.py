@@ -81,13 +81,7 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         problems = Problems()
-        problems.count("num_units", self.num_units)
-        problems.positive("expected_batch_size", self.expected_batch_size)
-        problems.require(
-            not self.expected_batch_size > self.num_units,
-            f"sample_rate must be <= 1, got {self.expected_batch_size} / {self.num_units} "
-            f"(expected_batch_size={self.expected_batch_size}, num_units={self.num_units}). Lower expected_batch_size.",
-        )
+        _check_sampling(problems, self)
         problems.positive("clip_norm", self.clip_norm)
         problems.positive("noise_multiplier", self.noise_multiplier)
         problems.count("steps", self.steps)
@@ -156,12 +150,7 @@ class OrdinarySampling:
 
     def __post_init__(self) -> None:
         problems = Problems()
-        problems.count("num_units", self.num_units)
-        problems.positive("expected_batch_size", self.expected_batch_size)
-        problems.require(
-            not self.expected_batch_size > self.num_units,
-            f"expected_batch_size must be <= num_units, got {self.expected_batch_size} > {self.num_units}.",
-        )
+        _check_sampling(problems, self)
         problems.count("steps", self.steps)
         problems.raise_if_any()
 
@@ -169,6 +158,17 @@ class OrdinarySampling:
     def sample_rate(self) -> float:
         """Probability with which each unit joins a step."""
         return self.expected_batch_size / self.num_units
+
+
+def _check_sampling(problems: Problems, plan: Mechanism | OrdinarySampling) -> None:
+    """Note what is wrong with the number of units and the expected batch."""
+    problems.count("num_units", plan.num_units)
+    problems.positive("expected_batch_size", plan.expected_batch_size)
+    problems.require(
+        not plan.expected_batch_size > plan.num_units,
+        f"sample_rate must be <= 1, got {plan.expected_batch_size} / {plan.num_units} "
+        f"(expected_batch_size={plan.expected_batch_size}, num_units={plan.num_units}). Lower expected_batch_size.",
+    )
 
 
 @final

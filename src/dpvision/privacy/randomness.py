@@ -104,15 +104,15 @@ def random_words(key: bytes, count: int) -> NDArray[np.uint64]:
     return WordStream(key).take(count)
 
 
-def words_by_unit(key: bytes, owners: NDArray[np.int64], count: int) -> NDArray[np.uint64]:
-    """Row i holds the first ``count`` words of part ``owners[i]`` of the key stream; parts are whole blocks."""
+def words_by_unit(key: bytes, units: NDArray[np.int64], count: int) -> NDArray[np.uint64]:
+    """Return for each unit the first ``count`` words of its own part of the key stream; parts are whole blocks."""
     blocks = -(-count // _BLOCK_WORDS)
-    counters = np.zeros((len(owners), blocks, _BLOCK_WORDS), dtype=">u8")
-    counters[:, :, 1] = owners[:, None] * blocks + np.arange(blocks)
+    counters = np.zeros((len(units), blocks, _BLOCK_WORDS), dtype=">u8")
+    counters[:, :, 1] = units[:, None] * blocks + np.arange(blocks)
     # The counter mode by hand, because its counters here are not in a row: no two of one key are equal.
     encryptor = Cipher(algorithms.AES(key), modes.ECB()).encryptor()  # noqa: S305
     words = np.frombuffer(encryptor.update(counters.tobytes()), dtype="<u8")
-    return words.reshape(len(owners), blocks * _BLOCK_WORDS)[:, :count]
+    return words.reshape(len(units), blocks * _BLOCK_WORDS)[:, :count]
 
 
 def _frame(*parts: str) -> bytes:
