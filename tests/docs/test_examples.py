@@ -52,3 +52,13 @@ def test_the_page_on_python_lists_every_public_name_and_each_exists() -> None:
     listed = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     assert listed == set(dpvision.__all__) - {"__version__"}
     assert all(getattr(dpvision, name) for name in listed)
+
+
+def test_every_test_that_the_page_on_hostile_input_names_exists() -> None:
+    page = (ROOT / "docs" / "concepts" / "hostile-input.md").read_text()
+    tests = (ROOT / "tests" / "properties" / "test_hostile_files.py").read_text()
+    named = {
+        name for row in re.findall(r"^\| .*$", page, re.MULTILINE) for name in re.findall(r"`([a-z_]{8,})…?`", row)
+    }
+    assert len(named) > 10
+    assert not {name for name in named if name not in tests} - {"private_"}
