@@ -203,7 +203,7 @@ class ModelConfig(Settings):
 
     panel: ClassVar[Panel] = "model"
     name: Annotated[str, Flag("--model", panel="first")]
-    """Model; `dpvision models` lists them. Default: chosen from the size of the images."""
+    """Model; `dpvision models` lists them. Default: chosen from the task, the number of units and the images' shape."""
     options: Annotated[dict[str, Option], Flag("--option")] = {}
     """Option of the model, as name=value. May be repeated."""
 
@@ -289,13 +289,13 @@ class PrivacyConfig(Settings):
     clip_norm: float | None = Field(default=None, gt=0)
     """L2 bound on the gradient of one unit."""
     clipping: Clipping = "flat"
-    """How units are clipped."""
+    """How the gradient of a unit is clipped to clip_norm."""
     unit_norm: bool = False
     """Divide by clip_norm too, so that one learning rate fits every clip_norm."""
     num_units: int | None = Field(default=None, ge=1)
     """Number of privacy units, declared public. Default: counted with noise, charged."""
     count_noise_multiplier: float | None = Field(default=None, gt=0)
-    """Noise multiplier of that count."""
+    """Noise multiplier of that count, > 0. Default: from target_epsilon."""
     most_rows_per_owner: int | None = Field(default=None, ge=1)
     """With --units rows: use at most this many rows of an owner, and bound their epsilon too."""
     privacy_unit: str | None = None
@@ -439,11 +439,11 @@ class Performance(Settings):
     microbatch_size: int | None = Field(default=None, ge=1)
     """Units computed at a time: memory and speed only. Default: from --memory-mib."""
     channels_last: Annotated[bool, Flag("--no-channels-last")] = True
-    """Don't lay images out channel by channel, which is faster on a CPU."""
+    """Don't use the channels-last memory layout, which is faster on a CPU."""
     kernels: Literal["auto", "native", "compiled", "plain"] = "auto"
     """What computes: C++ (native), torch.compile (compiled) or PyTorch (plain); auto: native where available."""
     memory_mib: int = Field(default=256, ge=1)
-    """Memory of a micro-batch, in MiB; large models may take up to four times as much."""
+    """Memory that a micro-batch should stay near, in MiB; very small ones may take four times as much."""
 
     def chosen_kernels(self) -> AbstractContextManager[None]:
         """Use native kernels inside the context, unless ``kernels`` excludes them."""
