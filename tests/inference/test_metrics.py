@@ -185,7 +185,7 @@ def test_normalisation_is_applied() -> None:
 
 
 def test_no_pictures_and_wrong_class_counts_are_clear_errors() -> None:
-    with pytest.raises(DataError, match="at least one picture"):
+    with pytest.raises(DataError, match="at least one image"):
         metrics_of(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64), ("a", "b"))
     with pytest.raises(DataError, match="one column a class"):
         evaluate(ReadsItsPixels(3), store_of_logits([[1, 0]], [0]), PLAIN)

@@ -377,7 +377,7 @@ def test_the_engine_decides_how_it_computes_both_phases_before_the_first_step(
     config = transfer_config(pictures, weights, trained="head_then_all", head_steps=2)
     values = {**config.model_dump(), "cache_features": "off"}
     session, _ = start_run(parse_config(values), tmp_path / "run", seed=3, device="cpu")
-    monkeypatch.setattr("dpvision.gradients.plan._make", None)  # not called again
+    monkeypatch.setattr("dpvision.gradients.plan._make_plan", None)  # not called again
     with session.folder:
         for _ in range(4):
             loop_module.take_step(session)

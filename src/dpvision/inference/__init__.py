@@ -1,7 +1,7 @@
-"""How good a model is on pictures that are public: one class a picture, or one a pixel.
+"""Load released models, predict with them, and measure models on public images.
 
-Guarantee: none is needed and none is given. A figure from here describes the pictures that went in, exactly and
-without noise; only public test data may be used for figures that are released.
+Guarantee: none. A metric describes the images that went in, exactly and without noise: only public test data may be
+used for metrics that are released.
 """
 
 from dpvision.inference.mask_metrics import MaskMetrics, dice_of_images, evaluate_masks, predict_masks

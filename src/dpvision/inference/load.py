@@ -1,4 +1,7 @@
-"""A released model, ready to use: needs the release folder only."""
+"""Load a released model for inference: needs the release folder only.
+
+The weights are checked against the certificate's hash; ``dpvision verify`` checks the certificate itself.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,16 @@ MOST_CLASSES = 100_000
 @final
 @dataclass(frozen=True)
 class ReleasedModel:
-    """A model with all that is needed to show it pictures."""
+    """A released model in evaluation mode, with what is needed to apply it to images.
+
+    Attributes:
+        model: the network.
+        config: the released configuration.
+        normalisation: the pixel constants.
+        class_names: names of the outputs.
+        image_shape: (channels, height, width) of its inputs.
+        certificate: content of ``certificate.json``, not verified.
+    """
 
     model: nn.Module
     config: RunConfig
@@ -35,13 +47,20 @@ class ReleasedModel:
     certificate: dict[str, Any]
 
     def with_window(self, window: tuple[float, float]) -> ReleasedModel:
-        """The same model, for volumes of which these intensities are what it was trained on."""
+        """The same model with another intensity window (low, high) for volumes."""
         values = self.config.model_dump()
         return replace(self, config=parse_config({**values, "data": {**values["data"], "window": window}}))
 
 
 def load_model(run: Path) -> ReleasedModel:
-    """The model of a run, with its weights checked against the certificate."""
+    """Load the released model of a run.
+
+    Args:
+        run: the run folder, or a copy of its release.
+
+    Raises:
+        TamperError: weights, configuration and certificate do not fit together.
+    """
     folder = RunFolder.open(run)
     path = folder.release / CERTIFICATE
     certificate = parse_object(read_file(path), name=str(path))
@@ -68,7 +87,7 @@ def load_model(run: Path) -> ReleasedModel:
 
 
 def _trained_on(certificate: dict[str, Any], path: Path) -> tuple[tuple[str, ...], tuple[int, int, int]]:
-    """Class names and picture shape: nobody has verified the certificate here, so they may be anything."""
+    """Read class names and image shape; the certificate is not verified here, so they may be anything."""
     data = certificate.get("data")
     names, shape = (data.get("class_names"), data.get("image_shape")) if isinstance(data, dict) else (None, None)
     if not isinstance(names, list) or not isinstance(shape, list) or len(shape) != 3:
@@ -76,14 +95,25 @@ def _trained_on(certificate: dict[str, Any], path: Path) -> tuple[tuple[str, ...
     named = 0 < len(names) <= MOST_CLASSES and all(isinstance(name, str) for name in names)
     shaped = shape[0] in (1, 3) and all(type(side) is int and 1 <= side <= MAX_SIDE for side in shape)
     if not named or not shaped:
-        raise TamperError(f"{path} names classes or a picture shape that no model has.")
+        raise TamperError(f"{path} names classes or an image shape that no model has.")
     return tuple(printable(name) for name in names), (shape[0], shape[1], shape[2])
 
 
 def load_test_images(
     run: Path, released: ReleasedModel, *, test: str | None, test_masks: str | None, data_dir: Path | None
 ) -> ImageStore:
-    """Public pictures to measure a released model on: named ones, or the run's own test split."""
+    """Load public images to measure a released model on.
+
+    Args:
+        run: the run folder; needed with its private part where ``test`` is None.
+        released: the model, whose image shape and classes are used.
+        test: images to load; by default the run's own test split.
+        test_masks: masks of ``test``, for segmentation.
+        data_dir: folder that holds the known datasets.
+
+    Raises:
+        DataError: the run's test split is no longer what it was.
+    """
     if test_masks is not None and (test is None or released.config.task != "segmentation"):
         raise ArgumentError("--test-masks belong to the pictures of --test and to a model that draws masks.")
     if test is not None:
@@ -100,6 +130,6 @@ def load_test_images(
 
 
 def _options_like(released: ReleasedModel, masks: str | None, data_dir: Path | None) -> LoadOptions:
-    """Read other pictures as the run read its own. A table of owners does not come along: it was the run's own."""
+    """Read other images as the run read its own, without its table of owners."""
     other = {"data_dir": None if data_dir is None else str(data_dir), "unit_csv": None, "masks": masks}
     return load_options(released.config).with_shape(released.image_shape).model_copy(update=other)

@@ -1,10 +1,7 @@
-"""Dice and IoU from counts of pixels, of pictures or of whole patients.
+"""Metrics of segmentation: Dice and IoU by image and by patient, and the best constant mask as a baseline.
 
-Shapes: N rows (pictures or patients), F classes but the background, H × W or P pixels, T thresholds.
-
-Figures where every pixel has a class: overlap of prediction and truth, a picture and a patient at a time.
-
-Shapes: N rows, M maps (one for two classes, else one a class), H × W pixels.
+Shapes: N rows (images or patients), F classes but the background, M maps (one for two classes, else one per class),
+H × W or P pixels, T thresholds.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ _THRESHOLDS = (*(step / 20 for step in range(1, 21)), 2.0)  # the last one is no
 @final
 @dataclass(frozen=True, eq=False)
 class Overlap:
-    """How many pixels of each class were predicted, are there, and both. Whole numbers in float64."""
+    """Pixel counts by class: predicted, true, and both at once; whole numbers in float64."""
 
     both_NF: Tensor
     predicted_NF: Tensor
@@ -39,7 +36,7 @@ class Overlap:
 
     @property
     def dice_NF(self) -> Tensor:
-        """2·both / (predicted + true); 1 where neither has a pixel: nothing was there, and nothing was claimed."""
+        """2·both / (predicted + true); 1 where neither has a pixel."""
         return _ratio(2 * self.both_NF, self.predicted_NF + self.true_NF)
 
     @property
@@ -48,7 +45,7 @@ class Overlap:
         return _ratio(self.both_NF, self.predicted_NF + self.true_NF - self.both_NF)
 
     def of_groups(self, group_N: Tensor, groups: int) -> Overlap:
-        """The counts of all rows of each group together."""
+        """Sum the counts over the rows of each group; ``group_N`` numbers each row's group."""
 
         def added(x_NF: Tensor) -> Tensor:
             return x_NF.new_zeros(groups, *x_NF.shape[1:]).index_add_(0, group_N, x_NF)
@@ -57,7 +54,7 @@ class Overlap:
 
 
 def overlap(predicted_NHW: Tensor, true_NHW: Tensor, num_classes: int) -> Overlap:
-    """The counts of each picture for every class but the first, which is the background."""
+    """Count pixels by image for every class but the first, the background."""
 
     def count(flags_NHW: Tensor) -> Tensor:
         return flags_NHW.sum((1, 2)).double()
@@ -72,7 +69,7 @@ def overlap(predicted_NHW: Tensor, true_NHW: Tensor, num_classes: int) -> Overla
 
 
 def joined(parts: Sequence[Overlap]) -> Overlap:
-    """The counts of several batches, one below the other."""
+    """Concatenate the counts of several batches."""
     return Overlap(
         torch.cat([part.both_NF for part in parts]),
         torch.cat([part.predicted_NF for part in parts]),
@@ -81,17 +78,17 @@ def joined(parts: Sequence[Overlap]) -> Overlap:
 
 
 def dice_of_images(predicted_NHW: Tensor, true_NHW: Tensor, num_classes: int) -> Tensor:
-    """The Dice of each picture, averaged over the classes but the background: float64 (N,)."""
+    """Dice of each image, averaged over the classes but the background: float64 (N,)."""
     return overlap(predicted_NHW, true_NHW, num_classes).dice_NF.mean(1)
 
 
 def constant_dice(
     true_NHW: Tensor, num_classes: int, group_N: Tensor | None, groups: int
 ) -> tuple[float, float | None]:
-    """The Dice of the best constant answer, over pictures and over groups: the same mask whatever the picture shows.
+    """Dice of the best constant mask, over images and over groups.
 
-    The constant is the mean of these very masks, cut at the threshold that suits them best. A constant from training
-    masks would do worse, and would have to be paid for; one that these masks chose can only be too good.
+    The constant is the mean of these masks, cut at the best of 21 thresholds. A constant from training masks would do
+    worse and would cost epsilon; one chosen from the test masks is an upper bound.
     """
     by_class = [_constant_of_class(true_NHW, number, group_N, groups) for number in range(1, num_classes)]
     means = torch.tensor(by_class, dtype=torch.float64).mean(0).tolist()
@@ -99,6 +96,7 @@ def constant_dice(
 
 
 def _constant_of_class(true_NHW: Tensor, number: int, group_N: Tensor | None, groups: int) -> tuple[float, float]:
+    """Dice of the best constant mask of one class, over images and over groups."""
     parts = true_NHW.flatten(1).split(_ROWS_AT_A_TIME)
     mean_P = torch.stack([(part == number).sum(0) for part in parts]).sum(0).double() / len(true_NHW)
     masks_PT = torch.stack([mean_P >= threshold for threshold in _THRESHOLDS], 1).float()
@@ -122,12 +120,18 @@ BATCH_SIZE = 32
 @final
 @dataclass(frozen=True, kw_only=True)
 class MaskMetrics:
-    """Figures of one model on one set of pictures with masks. All lie in 0..1 but the loss; all are finite.
+    """Metrics of a segmentation model on one set of images; all are finite, and all but the loss lie in 0..1.
 
-    ``dice`` and ``iou`` are those of a picture, averaged over pictures and over the classes but the background; a
-    class that is neither there nor predicted counts as 1. ``dice_per_patient`` takes all pixels of a patient together
-    and averages over patients; None where nobody said whose the pictures are. ``baseline_dice`` is what the best
-    constant mask reaches on these very pictures, see ``constant_dice``.
+    Attributes:
+        dice, iou: by image, averaged over images and over the classes but the background; a class that is neither
+            there nor predicted counts as 1.
+        dice_per_patient, iou_per_patient: over all pixels of a patient, averaged over patients; None without owners.
+        per_class: the same metrics by class.
+        per_patient: Dice by patient, or None.
+        pixel_accuracy: share of correct pixels.
+        baseline_dice, baseline_dice_per_patient: of the best constant mask, see ``constant_dice``.
+        loss: mean loss of an image.
+        count: number of images.
     """
 
     dice: float
@@ -143,7 +147,7 @@ class MaskMetrics:
     count: int
 
     def headline(self) -> dict[str, float | None]:
-        """What is looked at first, the most important first."""
+        """The most important metrics, the first one first."""
         return {"dice": self.dice, "iou": self.iou, "dice_per_patient": self.dice_per_patient}
 
     def to_dict(self) -> dict[str, Any]:
@@ -162,13 +166,22 @@ def evaluate_masks(
     parameters: Mapping[str, Tensor] | None = None,
     name_patients: bool = True,
 ) -> MaskMetrics:
-    """The figures of ``model`` on every picture of ``store``, batch by batch.
+    """Measure a segmentation model on every image of a public store.
 
-    ``parameters`` replaces the model's own where given. Without ``name_patients`` patients have numbers, best first.
-    A picture for which the model gives anything but numbers counts as wrong in every pixel.
+    An image for which the model's output is not finite counts as wrong in every pixel.
+
+    Args:
+        model: left unchanged.
+        store: images with masks.
+        normalisation: the pixel constants that the model was trained with.
+        loss: one value per row; cross-entropy by default.
+        batch_size: memory only.
+        device: where the model is.
+        parameters: replaces the model's own where given.
+        name_patients: name patients in ``per_patient``; otherwise they are numbered, best first.
     """
     if store.num_rows == 0:
-        raise DataError("the test set must have at least one picture, got none. Name another with --test.")
+        raise DataError("the test set must have at least one image, got none. Name another with --test.")
     loss = loss or MaskLoss("cross_entropy", outputs_for("segmentation", store.num_classes))
     inputs = inputs_of(store.images, normalisation, batch_size=batch_size, device=device)
     parts: list[Overlap] = []
@@ -199,7 +212,7 @@ def predict_masks(
     device: torch.device | str = "cpu",
     parameters: Mapping[str, Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """The class of every pixel of the uint8 ``images``: uint8 (N, H, W) on the CPU, batch by batch."""
+    """Predict the class of every pixel of uint8 images (N, C, H, W): uint8 (N, H, W) on the CPU, batch by batch."""
     inputs = inputs_of(images, normalisation, batch_size=batch_size, device=device)
     for maps in outputs_of(model, inputs, device=device, parameters=parameters):
         yield _classes_of(maps).cpu()
@@ -245,7 +258,7 @@ def _by_class(
 
 
 def _by_patient(of_patients: Overlap | None, owners: Any, *, name_patients: bool) -> dict[str, float] | None:
-    """The Dice of each patient, averaged over classes; where their names are nobody's business, numbers."""
+    """Dice of each patient, averaged over classes; patients are numbered where they must not be named."""
     if of_patients is None:
         return None
     dice = of_patients.dice_NF.mean(1).tolist()

@@ -1,6 +1,7 @@
-"""What a model makes of pictures, batch by batch, in evaluation mode; the model is left as it was.
+"""Metrics of classifiers: accuracy, loss, calibration, and accuracy by class.
 
-Figures where a picture has one class: accuracy, loss, calibration, and each class by itself.
+Also the forward pass that all metrics and predictions share (``inputs_of``, ``outputs_of``): batch by batch, in
+evaluation mode, with fused layers where they agree; the model is left unchanged.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _COMPARED: Final = 4
 def inputs_of(
     images: Tensor, normalisation: Normalisation, *, batch_size: int, device: torch.device | str
 ) -> Iterator[Tensor]:
-    """What a model sees of the pictures, batch by batch."""
+    """Normalise uint8 images (N, C, H, W) batch by batch on the device."""
     return (normalisation.apply(images_B.to(device)) for images_B in images.split(counted(batch_size)))
 
 
 def counted(batch_size: int) -> int:
-    """The size of a batch, if it is one."""
+    """Return ``batch_size``, or refuse what is no count."""
     problems = Problems()
     problems.count("batch_size", batch_size)
     problems.raise_if_any()
@@ -50,7 +51,14 @@ def outputs_of(
     device: torch.device | str,
     parameters: Mapping[str, Tensor] | None,
 ) -> Iterator[Tensor]:
-    """The model's outputs, batch by batch. ``parameters`` replaces the model's own where given."""
+    """Yield the model's outputs, batch by batch.
+
+    Args:
+        model: left unchanged.
+        batches: normalised inputs.
+        device: where the inputs are.
+        parameters: replaces the model's own parameters where given, such as averaged ones.
+    """
     network = copy.deepcopy(model).eval()
     network.load_state_dict(_replacements(model, parameters, device), strict=False)
     first = next(batches, None)
@@ -66,7 +74,7 @@ def outputs_of(
 def _replacements(
     model: nn.Module, parameters: Mapping[str, Tensor] | None, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """``parameters`` on the device. Names that the model doesn't have would be ignored silently, so they're refused."""
+    """Move ``parameters`` to the device; refuse names that the model does not have."""
     if parameters is None:
         return {}
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | dict(model.named_buffers()).keys()
@@ -84,10 +92,16 @@ _LARGEST_LOSS = -math.log(sys.float_info.min)  # of the smallest probability tha
 @final
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Figures of one model on one set of pictures. Shares lie in 0..1.
+    """Metrics of a classifier on one set of images; all are finite.
 
-    ``calibration`` is the expected calibration error over 15 equal bins of confidence. ``top5`` is None below six
-    classes, where it says nothing; a class without pictures has the accuracy None. All figures are finite.
+    Attributes:
+        accuracy: share of correct answers, 0 to 1.
+        top5: share of images whose class is among the five best scores; None below six classes.
+        loss: mean cross-entropy; a loss that is not finite counts as 708.4.
+        calibration: expected calibration error over 15 equal bins of confidence, 0 to 1.
+        per_class: accuracy by class; None for a class without images.
+        per_class_count: images by class.
+        count: number of images.
     """
 
     accuracy: float
@@ -99,7 +113,7 @@ class Metrics:
     count: int
 
     def headline(self) -> dict[str, float | None]:
-        """What is looked at first, the most important first."""
+        """The most important metrics, the first one first."""
         return {"accuracy": self.accuracy, "top5": self.top5}
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,9 +130,15 @@ def evaluate(
     device: torch.device | str = "cpu",
     parameters: Mapping[str, Tensor] | None = None,
 ) -> Metrics:
-    """The figures of ``model`` on every picture of ``store``.
+    """Measure a classifier on every image of a public store.
 
-    ``parameters`` replaces the model's own where given, such as averaged ones. The model is left as it was.
+    Args:
+        model: left unchanged.
+        store: images with one class each.
+        normalisation: the pixel constants that the model was trained with.
+        batch_size: memory only.
+        device: where the model is.
+        parameters: replaces the model's own where given, such as averaged ones.
     """
     inputs = inputs_of(store.images, normalisation, batch_size=batch_size, device=device)
     logits = _logits(model, inputs, device=device, parameters=parameters)
@@ -134,9 +154,15 @@ def evaluate_features(
     device: torch.device | str = "cpu",
     parameters: Mapping[str, Tensor] | None = None,
 ) -> Metrics:
-    """The figures of a model of which ``rest`` is the last part, on what its front made of every picture of ``store``.
+    """Measure a classifier on the features of its frozen backbone: as ``evaluate`` on the whole model, up to rounding.
 
-    They are those of ``evaluate`` on the whole model, up to rounding.
+    Args:
+        rest: the layers after the backbone.
+        features: output of the backbone for every image of ``store``, in its order.
+        store: the public images' labels and classes.
+        batch_size: memory only.
+        device: where ``rest`` is.
+        parameters: replaces those of ``rest`` where given.
     """
     inputs = (part.to(device, torch.float32) for part in features.split(counted(batch_size)))
     logits = _logits(rest, inputs, device=device, parameters=parameters)
@@ -152,15 +178,18 @@ def predict(
     device: torch.device | str = "cpu",
     parameters: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """The probability of each class for each of the uint8 ``images``: float32, on the CPU, one row a picture."""
+    """Predict class probabilities of uint8 images (N, C, H, W): float32 (N, classes) on the CPU."""
     inputs = inputs_of(images, normalisation, batch_size=batch_size, device=device)
     return _logits(model, inputs, device=device, parameters=parameters).softmax(dim=1).float()
 
 
 def metrics_of(logits: Tensor, labels: Tensor, class_names: tuple[str, ...]) -> Metrics:
-    """The figures that follow from one row of outputs a picture.
+    """Compute the metrics of outputs (N, classes) and labels (N,).
 
-    A row that is not all numbers counts as a wrong answer, given with full confidence.
+    A row that is not finite counts as a wrong answer with full confidence.
+
+    Raises:
+        DataError: there are no images, class names repeat, or the outputs have another number of classes.
     """
     _require_matching(logits, labels, class_names)
     logits, labels = logits.double(), labels.long()
@@ -188,14 +217,14 @@ def _logits(
     device: torch.device | str,
     parameters: Mapping[str, Tensor] | None,
 ) -> Tensor:
-    """The model's outputs for all rows, in float64 on the CPU."""
+    """The model's outputs for all rows: float64 (N, classes) on the CPU."""
     rows = outputs_of(model, batches, device=device, parameters=parameters)
     return torch.cat([part.double().cpu() for part in rows])
 
 
 def _require_matching(logits: Tensor, labels: Tensor, class_names: tuple[str, ...]) -> None:
     if len(labels) == 0:
-        raise DataError("the test set must have at least one picture, got none. Name another with --test.")
+        raise DataError("the test set must have at least one image, got none. Name another with --test.")
     if len(set(class_names)) < len(class_names):
         raise DataError(f"class names must differ, got {', '.join(class_names)}.")
     if logits.ndim != 2 or logits.shape[1] != len(class_names):
@@ -226,7 +255,7 @@ def _by_class(
 
 
 def _calibration_error(confidence: Tensor, correct: Tensor) -> float:
-    """Mean over pictures of |confidence − accuracy| of their bin; bins are (0, 1/15], (1/15, 2/15], … (14/15, 1]."""
+    """Mean over images of |confidence − accuracy| of their bin; bins are (0, 1/15], (1/15, 2/15], … (14/15, 1]."""
     bins = (confidence * CALIBRATION_BINS).ceil().long().clamp(1, CALIBRATION_BINS) - 1
     gap = torch.zeros(CALIBRATION_BINS, dtype=torch.float64)
     gap.index_add_(0, bins, confidence - correct.double())

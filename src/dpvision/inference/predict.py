@@ -1,4 +1,4 @@
-"""Masks that a released model draws: a file for each picture or volume, all of them or none."""
+"""Write the masks that a released segmentation model predicts: one file per image or volume, all or none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LARGEST_SIDE_OF_NIFTI1 = 32767
 @final
 @dataclass(frozen=True)
 class MaskFile:
-    """A mask as it will be written; ``shares`` is how much of the picture each class but the background takes."""
+    """A mask as it will be written; ``shares`` is the share of pixels of each class but the background."""
 
     source: Path
     path: Path
@@ -51,7 +51,7 @@ class _Job:
 @final
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """What the model sees of a picture or of all slices of a volume, and how to go back from there."""
+    """The model's input for one image or all slices of a volume, and the original size and geometry."""
 
     images_SCHW: Tensor
     height: int
@@ -69,10 +69,24 @@ def write_masks(
     skip_bad: bool = False,
     device: str = "cpu",
 ) -> tuple[list[MaskFile], list[tuple[str, str]]]:
-    """Predict and write ``NAME_mask.png`` (or .nii, .nii.gz) for each picture (or volume) into ``folder``.
+    """Predict and write ``NAME_mask.png`` (or .nii, .nii.gz) for each image (or volume).
 
-    What can't be read is returned with its reason, if ``skip_bad``. Nothing is written before everything has been
-    predicted, nothing outside ``folder``, and nothing over a file that exists, unless ``force``.
+    Nothing is written before everything has been predicted, and nothing outside ``folder``.
+
+    Args:
+        released: a segmentation model.
+        sources: images, volumes, or folders of them.
+        folder: where masks are written, in the sub-folders of their images.
+        force: overwrite existing files.
+        skip_bad: continue without files that can't be read.
+        device: torch's name of the device.
+
+    Returns:
+        The masks, and (file, reason) of every file that was skipped.
+
+    Raises:
+        ArgumentError: two masks would have one name, or a file exists already.
+        DataError: a file can't be read, without ``skip_bad``.
     """
     jobs = [job for source in sources for job in _jobs(source, folder)]
     _require_free(jobs, folder, force=force)
@@ -94,9 +108,9 @@ def write_masks(
 
 
 def at_own_size(mask_HW: Mask, height: int, width: int) -> Mask:
-    """A mask at the size that its picture had, by nearest neighbour. What the model did not see is background.
+    """Scale a mask to the size of its image by nearest neighbour.
 
-    A picture is scaled to cover what the model takes and cropped in the middle, so that a long one has two such ends.
+    The image was scaled to cover the model's input and cropped in the middle: the cropped borders are background.
     """
     left, top, right, bottom = cover_box(height, width, (mask_HW.shape[0], mask_HW.shape[1]))
     rows, seen_rows = _nearest(height, top, bottom, mask_HW.shape[0])
@@ -105,7 +119,7 @@ def at_own_size(mask_HW: Mask, height: int, width: int) -> Mask:
 
 
 def _nearest(length: int, start: float, stop: float, size: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """For each of ``length`` pixels: in which of ``size`` from ``start`` to ``stop`` it lies, and whether in any."""
+    """For each of ``length`` pixels: its cell among ``size`` from ``start`` to ``stop``, and whether it has one."""
     place = (np.arange(length) + 0.5 - start) / (stop - start)
     return np.clip((place * size).astype(np.int64), 0, size - 1), (place >= 0) & (place <= 1)
 
@@ -114,7 +128,7 @@ def _jobs(source: Path, folder: Path) -> list[_Job]:
     if source.is_dir():
         files = sorted(file for file in source.rglob("*") if (is_image(file) or is_volume(file)) and file.is_file())
         if not files:
-            raise DataError(f"{shown(source)} has no pictures or volumes.")
+            raise DataError(f"{shown(source)} has no images or volumes.")
         return [_Job(file, folder / file.relative_to(source).parent / _mask_name(file)) for file in files]
     if not source.exists():
         raise DataError(f"{shown(source)} does not exist.")
@@ -129,7 +143,7 @@ def _mask_name(source: Path) -> str:
 
 
 def _require_free(jobs: Sequence[_Job], folder: Path, *, force: bool) -> None:
-    """Refuse before any work: two masks of one name, a name in use, or a way out of the folder through a link."""
+    """Refuse early: two masks of one name, a name in use, or a link that leads out of the folder."""
     if folder.exists() and not folder.is_dir():
         raise ArgumentError(f"--output must be a folder, got the file {shown(folder)}.")
     first: dict[Path, Path] = {}
@@ -148,7 +162,7 @@ def _require_free(jobs: Sequence[_Job], folder: Path, *, force: bool) -> None:
 
 
 def _seen_or_reason(released: ReleasedModel, job: _Job) -> _Seen | str:
-    """What there is to look at, or why there is nothing: a file may hold anything."""
+    """Read an image or volume, or return why it can't be read."""
     read = _read_volume if is_volume(job.source) else _read_picture
     (found,) = for_each(lambda _: read(released, job.source), 1, what="reading", workers=1)
     return found
@@ -180,7 +194,7 @@ def _mask_file(released: ReleasedModel, job: _Job, seen: _Seen, device: str) -> 
 
 
 def _png_bytes(mask_HW: Mask, *, black_and_white: bool) -> bytes:
-    """Two classes as black and white, which any viewer shows; more as their numbers."""
+    """Encode two classes as black and white, more as their numbers."""
     content = io.BytesIO()
     Image.fromarray(mask_HW * np.uint8(255) if black_and_white else mask_HW).save(content, "PNG")
     return content.getvalue()
