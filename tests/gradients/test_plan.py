@@ -1,4 +1,4 @@
-"""The preflight names what would make a privacy claim false, on the user's own model, all at once."""
+"""``check_model`` names what would make a privacy claim false, on the user's own model, all at once."""
 
 from __future__ import annotations
 

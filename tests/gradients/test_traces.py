@@ -57,7 +57,7 @@ def test_a_step_leaves_no_trace_in_the_model(microbatch_size: int | None) -> Non
     assert torch.equal(before_draw, torch.get_rng_state())
 
 
-def test_a_preflight_leaves_no_trace_in_the_model_even_where_it_finds_something() -> None:
+def test_a_model_check_leaves_no_trace_even_where_it_finds_something() -> None:
     model = model_of_many_kinds().append(nn.BatchNorm1d(5))
     before, before_draw = traces_of(model), torch.get_rng_state()
     assert any(finding.fatal for finding in check_model(model, cross_entropy, *rows()))

@@ -107,7 +107,7 @@ Rule = Literal["clamp", "gcd"]
 class Norm:
     """Which normalisation to put after a layer.
 
-    ``kind`` "batch" mixes rows: it is for ordinary (public) training only and the preflight refuses it.
+    ``kind`` "batch" mixes rows: it is for ordinary (public) training only and ``check_model`` refuses it.
     ``rule`` says how many groups C channels get: "clamp" min(groups, C) as in the ScaleNorm papers, "gcd" the greatest
     common divisor as in Opacus's replacement of BatchNorm.
     """
