@@ -44,7 +44,7 @@ _PART_OF: Final = {
     "add": "weighted sum",  # over micro-batches, in float64
     "gradients": "weighted sum",
 }
-_PICTURES, _SIDE, _UNITS_AT_ONCE = 50_000, 32, 256
+_IMAGES, _SIDE, _UNITS_AT_ONCE = 50_000, 32, 256
 
 
 def breakdown(workload: Workload, *, kernels: Kernels, repeats: int) -> dict[str, float]:
@@ -141,19 +141,20 @@ def _ledger(mechanism: Mechanism) -> Iterator[Ledger]:
 
 
 def draw(workload: Workload, *, step: int) -> None:
-    """Draw a Poisson batch of the workload's size from 50,000 small colour pictures.
+    """Draw a Poisson batch of the workload's size from 50,000 small colour images.
 
     They are cropped and mirrored at random, unless the workload is one of features, which are taken as they are.
     """
-    views = ViewsConfig() if workload.image_size == 1 else ViewsConfig(count=workload.views, crop_padding=4, flip=0.5)
-    for _ in _draws(min(workload.batch, _PICTURES), views).batch(step).microbatches(_UNITS_AT_ONCE):
+    for _ in _draws(workload).batch(step).microbatches(_UNITS_AT_ONCE):
         pass
 
 
 @functools.lru_cache(maxsize=1)
-def _draws(expected_batch_size: int, views: ViewsConfig) -> ImageBatches:
+def _draws(workload: Workload) -> ImageBatches:
+    views = ViewsConfig() if workload.image_size == 1 else ViewsConfig(count=workload.views, crop_padding=4, flip=0.5)
+    batch = min(workload.batch, _IMAGES)
     return ImageBatches(
-        mechanism=OrdinarySampling(num_units=_PICTURES, expected_batch_size=expected_batch_size, steps=1),
+        mechanism=OrdinarySampling(num_units=_IMAGES, expected_batch_size=batch, steps=1),
         store=_store(),
         normalisation=fixed_normalisation(3),
         keys=Keys.from_os_entropy(),
@@ -164,8 +165,8 @@ def _draws(expected_batch_size: int, views: ViewsConfig) -> ImageBatches:
 @functools.lru_cache(maxsize=1)
 def _store() -> ImageStore:
     return store_of_arrays(
-        images=np.random.default_rng(0).integers(256, size=(_PICTURES, 3, _SIDE, _SIDE), dtype=np.uint8),
-        labels=np.arange(_PICTURES) % 10,
+        images=np.random.default_rng(0).integers(256, size=(_IMAGES, 3, _SIDE, _SIDE), dtype=np.uint8),
+        labels=np.arange(_IMAGES) % 10,
         class_names=[str(label) for label in range(10)],
-        name="made-up pictures",
+        name="synthetic images",
     )
