@@ -388,7 +388,7 @@ def test_a_run_that_made_only_its_folders_says_that_nothing_was_spent(tmp_path: 
     (tmp_path / "run" / "private").mkdir(parents=True)
     said = failure_of(lambda: resume_training(tmp_path / "run"))
     assert said is not None
-    assert said.endswith("stopped before its first checkpoint: start it anew elsewhere. Nothing was spent.")
+    assert said.endswith("stopped before its first checkpoint: start again in another folder. Nothing was spent.")
 
 
 def test_what_a_killed_writer_left_is_cleared_away(run: Path) -> None:

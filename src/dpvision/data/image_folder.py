@@ -35,13 +35,11 @@ class Listing:
         root: the folder.
         class_names: the classes, in the order of their numbers.
         files: paths below ``root``, sorted.
-        ignored: number of files that are not images.
     """
 
     root: Path
     class_names: tuple[str, ...]
     files: tuple[str, ...]
-    ignored: int
 
     @property
     def paths(self) -> list[Path]:
@@ -92,12 +90,12 @@ def list_classes(root: Path, *, class_names: Sequence[str] | None = None, least:
     unknown = [name for name in found if class_names is not None and name not in class_names]
     if unknown:
         raise DataError(f"{shown(root)} has folders that are no class of this model: {some_of(unknown)}.")
-    everything = [file for name in found for file in files_below(root / name, prefix=name)]
-    files = sorted(file for file in everything if is_image(Path(file)))
+    below = (file for name in found for file in files_below(root / name, prefix=name))
+    files = sorted(file for file in below if is_image(Path(file)))
     if not files:
         raise DataError(f"{shown(root)} has no images in its class folders ({', '.join(sorted(SUFFIXES))}).")
     names = tuple(found if class_names is None else class_names)
-    return Listing(root=root, class_names=names, files=tuple(files), ignored=len(everything) - len(files))
+    return Listing(root=root, class_names=names, files=tuple(files))
 
 
 def load_listing(

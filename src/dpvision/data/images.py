@@ -197,7 +197,7 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp"}
 FORMATS = ("PNG", "JPEG", "BMP", "TIFF", "WEBP")
 # An image of this many pixels is a decompression bomb or a mistake; it is Pillow's own warning limit.
 MAX_PIXELS = 89_478_485
-# Decoding takes up to 16 bytes a pixel: images of more than this wait for each other, lest the memory be full.
+# Decoding takes up to 16 bytes a pixel: larger images wait for each other, to save memory.
 LARGE_PIXELS = 1 << 23
 GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L", "I;16N"})
 SIXTEEN_BIT = frozenset({"I", "I;16", "I;16B", "I;16L", "I;16N"})
@@ -464,7 +464,7 @@ def _orientation(image: Image.Image) -> int:
 def _flattened(image: Image.Image) -> Image.Image:
     """Convert an image to 8 bits without transparency."""
     if image.mode == "F":
-        raise BadFile("floating-point pixels, whose range nobody knows; store 8 or 16 bits")
+        raise BadFile("floating-point pixels, whose range is not known; store 8 or 16 bits")
     if image.mode in SIXTEEN_BIT:
         return _eight_bits(image)
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:

@@ -272,7 +272,7 @@ def _owners(pairs: Pairs, options: LoadOptions, *, also_known: Sequence[str] = (
 def _shape_for(pairs: Pairs, options: LoadOptions, progress: Progress | None) -> Shape:
     """Choose the shape of the rows: as the options say, or as most of the headers say."""
     if not pairs.volumes:
-        listing = Listing(root=pairs.root, class_names=(), files=pairs.files, ignored=0)
+        listing = Listing(root=pairs.root, class_names=(), files=pairs.files)
         return shape_for(listing, options, progress=progress)
     if options.size is not None:
         return options.channels or 1, *options.size

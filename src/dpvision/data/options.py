@@ -38,7 +38,7 @@ class LoadOptions(DataConfig):
     download: bool = True
     """Whether a missing public dataset may be downloaded."""
     public: bool = False
-    """Whether nobody is protected in this data. Set by ``without_units``."""
+    """Whether this data is public, so that no one is protected in it. Set by ``without_units``."""
 
     @model_validator(mode="before")
     @classmethod

@@ -177,7 +177,7 @@ def _as_chain(model: nn.Module, example: Tensor) -> nn.Sequential | None:
     if any(True for _ in model.parameters(recurse=False)) or any(True for _ in model.buffers(recurse=False)):
         return None
     chain = _sequential([(name, child) for name, child in model._modules.items() if child is not None])
-    # Copies, because a pass in evaluation mode still may write into a module of somebody's own.
+    # Copies, because a pass in evaluation mode may still write into a user's own module.
     one, other = copy.deepcopy(model).eval(), copy.deepcopy(chain).eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -346,7 +346,7 @@ class SqueezeExcite(nn.Module):
 class StochasticDepth(nn.Module):
     """In training, drop a row's whole branch with probability ``rate`` and scale the others up.
 
-    It draws from torch's global generator, which the training loop seeds anew for every step.
+    It draws from torch's global generator, which the training loop seeds again for every step.
 
     Guarantee: each row has a draw of its own that depends on no image, so no unit notices another through it.
     """

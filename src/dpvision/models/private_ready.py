@@ -123,7 +123,7 @@ def _substitute(name: str, module: _BatchNorm, to: BatchNormTo, groups: int) -> 
     # BatchNorm1d also takes (N, C), where a group of one channel would hold one number and normalise it to zero.
     count = 1 if isinstance(module, nn.BatchNorm1d) else math.gcd(groups, channels)
     norm = nn.GroupNorm(count, channels, eps=module.eps, affine=module.affine)
-    norm = norm.to(device=_device_of(module), dtype=_dtype_of(module)).train(module.training)
+    norm = norm.train(module.training)
     if module.affine:
         norm.weight, norm.bias = module.weight, module.bias
     return norm, f"{kind} → GroupNorm({count} groups, {channels} channels)"
@@ -141,14 +141,6 @@ def _frozen(name: str, module: _BatchNorm) -> FrozenAffine:
         if module.affine:
             shift_C = shift_C + module.bias
     return FrozenAffine(scale_C, shift_C).train(module.training)
-
-
-def _device_of(module: nn.Module) -> torch.device | None:
-    return next((tensor.device for tensor in module.parameters()), None)
-
-
-def _dtype_of(module: nn.Module) -> torch.dtype | None:
-    return next((tensor.dtype for tensor in module.parameters()), None)
 
 
 def _stop_instance_statistics(model: nn.Module) -> list[Change]:

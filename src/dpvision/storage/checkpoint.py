@@ -109,7 +109,7 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
             tensors = tensors_of(read_file(file.path, limit=None), name=str(file.path))
             return Checkpoint(step=file.step, tensors=tensors, values=file.values, warnings=damaged)
     if damaged:
-        raise TamperError(f"no whole checkpoint is left in {folder}: {' '.join(damaged)} Put one back, or start anew.")
+        raise TamperError(f"no whole checkpoint is left in {folder}: {' '.join(damaged)} Put one back, or start again.")
     return None
 
 

@@ -198,7 +198,7 @@ class RunFolder:
             raise TamperError(f"{folder.release} is missing: the ledger was in it. Put it back.")
         if folder.private.is_dir():
             raise DPVisionError(
-                f"{path} stopped before its first checkpoint: start it anew elsewhere. Nothing was spent."
+                f"{path} stopped before its first checkpoint: start again in another folder. Nothing was spent."
             )
         raise ArgumentError(f"{path} must be a run folder: it has no release/. Give what dpvision train made.")
 
@@ -213,7 +213,7 @@ class RunFolder:
     def lock(self) -> None:
         """Keep other processes from writing here, until ``close`` or the end of this process."""
         if self._unlock is None:
-            # A folder from somebody else must not lead what is written here to where it does not belong.
+            # A folder that was copied from elsewhere may hold links, which would lead what is written here out of it.
             for folder in (self.release, self.private, self.checkpoints):
                 if folder.is_symlink():
                     raise TamperError(f"{folder} must be a folder, not a link to one. Put the real one there.")
@@ -335,7 +335,7 @@ class RunFolder:
         for name, page in (pages or {}).items():
             self._write(self.release / _plain(name), page.encode())
         self._write(self.release / CERTIFICATE, json_bytes(certificate))
-        # What somebody else put there is not vouched for.
+        # The manifest does not cover files that others put there.
         own = [name for name in release_files(self.release) if name in _OWN_FILES or name in (pages or {})]
         hashes = {name: file_sha256(self.release / name) for name in own}
         self._write(self.release / MANIFEST, json_bytes(hashes))
@@ -344,13 +344,13 @@ class RunFolder:
         """Require a certificate that was made from the ledger as it is on disk."""
         entries = read_ledger(self.ledger_path)
         if certificate["ledger"] != {"length": len(entries), "head": entries[-1].hash}:
-            raise PrivacyError("the certificate was not made from the ledger as it is on disk. Build it anew.")
+            raise PrivacyError("the certificate was not made from the ledger as it is on disk. Build it again.")
 
     def _require_true(self, certificate: Mapping[str, Any], *, weights: bytes, config: bytes) -> None:
         """Require a certificate of this ledger, these weights and this configuration."""
         self._require_of_ledger(certificate)
         if certificate["weights_sha256"] != sha256_hex(weights) or certificate["config_sha256"] != sha256_hex(config):
-            raise PrivacyError("the certificate was made for other weights or another configuration. Build it anew.")
+            raise PrivacyError("the certificate was made for other weights or another configuration. Build it again.")
 
     def withdraw_release(self) -> None:
         """Remove the certificate, the manifest and everything that refers to them from ``release/``; keep their marks.
@@ -445,7 +445,7 @@ class RunFolder:
         path = self.release / WEIGHTS
         content = read_file(path, limit=None)
         if sha256 != sha256_hex(content):
-            raise TamperError(f"{path} is not the file that the certificate names. Get the release anew.")
+            raise TamperError(f"{path} is not the file that the certificate names. Get the release again.")
         return tensors_of(content, name=str(path))
 
     def _write(self, path: Path, content: bytes, *, mode: int = 0o644) -> None:
