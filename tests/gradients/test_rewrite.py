@@ -281,7 +281,7 @@ def test_ordinary_training_goes_through_the_fast_layers_and_gets_the_same_gradie
     model, (x, y) = seeded(NETWORKS["torchvision style"]), rows(6, 8)
     draw = PaddedDraw(x, y, rows_per_unit=rows_per_unit)
     by_autograd = ordinary_gradient(model, wavy_loss, draw, divisor=4.0, performance=PLAIN)
-    monkeypatch.setattr(ordinary, "_by_autograd", None)  # whoever asks for it now fails
+    monkeypatch.setattr(ordinary, "_by_autograd", None)  # any use of it fails now
     found = ordinary_gradient(model, wavy_loss, draw, divisor=4.0, performance=Performance(microbatch_size=4))
     assert relative_error(found, by_autograd) <= TOLERANCE
     assert {part.dtype for part in found.values()} == {torch.float32}
@@ -467,7 +467,7 @@ def test_standardised_filters_that_are_made_again_change_no_bit(per_unit: int, m
     monkeypatch.setattr(CachedWSConv2d, "cache_limits", CacheLimits(0, 0))
     assert fused_copy_of(model, Rows(x, y, per_unit)) is not None
     again = sums(model, Rows(x, y, per_unit), NATIVE)
-    assert len(made) == 5  # forward and backward of three layers, but nobody asks for the gradient of images
+    assert len(made) == 5  # forward and backward of three layers, but no gradient of images is needed
     assert all(torch.equal(kept[name], again[name]) for name in kept)
     assert relative_error(again, sums(model, Rows(x, y, per_unit), PLAIN)) <= TOLERANCE
 

@@ -194,7 +194,7 @@ def test_a_model_that_writes_new_attributes_has_no_fused_copy() -> None:
 
 
 class Shared(nn.Module):
-    """An in-place activation whose input somebody else reads."""
+    """An in-place activation whose input another layer reads."""
 
     def __init__(self, *, early: bool) -> None:
         super().__init__()

@@ -45,7 +45,7 @@ def factors(rows: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, arguments for so many rows, and the same in plain operations of float64."""
+    """A kernel, arguments for a number of rows, and the same in plain operations of float64."""
 
     kernel: Kernel[..., Any]
     make: Callable[[int], list[Any]]

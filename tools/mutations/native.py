@@ -66,7 +66,7 @@ NATIVE = (
         "kernels/cpp/windows.cpp",
         ("squares of the last block only", "squares += multiply<", "squares = multiply<"),
         ("a stale rim behind each window", "std::fill(matrix + depth, matrix + stride, 0.f);", "(void)depth;"),
-        ("every unit has the first one's pictures", "x + u * sizes.rows_per_unit * sizes.row_stride", "x"),
+        ("every unit has the first one's images", "x + u * sizes.rows_per_unit * sizes.row_stride", "x"),
     ),
     *mutations(
         "kernels/test_conv_gradients",
@@ -112,14 +112,14 @@ NATIVE = (
     *mutations(
         "kernels/test_scatter",
         "kernels/scatter.py",
-        ("gradients of pictures are lost", " or (x_NCHW.requires_grad and torch.is_grad_enabled())", ""),
+        ("gradients of images are lost", " or (x_NCHW.requires_grad and torch.is_grad_enabled())", ""),
         ("long lines of factors overflow", "_MOST_FACTOR: Final = 61", "_MOST_FACTOR: Final = 67"),
         ("tables are read past their end", "and table.shape == shape", ""),
         ("sides need not be halved evenly", "        and height % 2**scales == width % 2**scales == 0\n", ""),
         ("half a table is read as a whole one", "all(is_dense(table) and", "all("),
-        ("lines before the picture are read", "        and min(padding) >= 0\n", ""),
-        ("lines below the picture are read", "        and max(top, bottom) < height\n", ""),
-        ("columns beside the picture are read", "        and max(left, right) < width\n", ""),
+        ("lines before the image are read", "        and min(padding) >= 0\n", ""),
+        ("lines below the image are read", "        and max(top, bottom) < height\n", ""),
+        ("columns beside the image are read", "        and max(left, right) < width\n", ""),
     ),
     *mutations(
         "data/test_features",
@@ -137,7 +137,7 @@ NATIVE = (
         "gradients/test_rules",
         "gradients/rules/convolution.py",
         (
-            "only the last pictures' gradients are added",
+            "only the last images' gradients are added",
             "beta=int(first > 0)",
             "beta=0",
         ),

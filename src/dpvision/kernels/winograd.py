@@ -31,7 +31,7 @@ class Filters:
     out_channels: int
 
     def fit(self, channels: int) -> bool:
-        """Return whether the memory is that of ``transform`` for images of so many channels."""
+        """Return whether the memory is that of ``transform`` for images of this many channels."""
         shape = (_POINTS, _panels(self.out_channels), channels, _PANEL)
         return self.values.shape == shape and is_dense(self.values)
 
@@ -50,7 +50,7 @@ class RawFilters:
         return self.weight_OIKK.shape[1 if self.backward else 0]
 
     def fit(self, channels: int) -> bool:
-        """Return whether the filters are 3×3 for images of so many channels."""
+        """Return whether the filters are 3×3 for images of this many channels."""
         expected = self.weight_OIKK.shape[0 if self.backward else 1] if self.weight_OIKK.dim() == 4 else 0
         return _is_weight(self.weight_OIKK) and expected == channels
 
