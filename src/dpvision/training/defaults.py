@@ -1,4 +1,7 @@
-"""Rules of thumb for what the user left open. They read public facts only: declared sizes, never pixels or labels.
+"""Defaults for settings that the user left open.
+
+They are decided from public facts only: declared sizes, never pixels or labels. The number of units is declared,
+published, or counted with noise before these rules see it.
 
 docs/evidence/rules-of-thumb.md gives the reason for each.
 """
@@ -24,7 +27,13 @@ MASK_WIDTH, MASK_PASSES = 8, 10
 @final
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is declared public about the training data."""
+    """Public facts about the training data.
+
+    Attributes:
+        num_units: size of a published dataset; used only where no number is declared or counted.
+        num_classes: declared public.
+        image_shape: (channels, height, width), declared public.
+    """
 
     num_units: int
     num_classes: int
@@ -34,7 +43,7 @@ class Facts:
 @final
 @dataclass(frozen=True)
 class Choice:
-    """One open setting, what was chosen for it and why."""
+    """One open setting, the value chosen for it, and the reason."""
 
     setting: str
     value: str
@@ -42,7 +51,18 @@ class Choice:
 
 
 def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tuple[Choice, ...]]:
-    """The configuration with nothing left open but the noise multiplier, and what was chosen."""
+    """Fill in every open setting but the noise multiplier.
+
+    Args:
+        config: the configuration, with units named and counted.
+        facts: public facts about the data.
+
+    Returns:
+        The filled configuration, and what was chosen.
+
+    Raises:
+        ArgumentError: the model does not suit the task.
+    """
     choices: list[Choice] = []
     privacy = config.privacy
     updates: dict[str, object] = {}
@@ -100,7 +120,7 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
 
 
 def two_digits(count: int) -> int:
-    """``count`` rounded to two digits, so that one unit more or less rarely shows."""
+    """Round to two significant digits."""
     power = 10 ** max(0, len(str(count)) - 2)
     return max(1, round(count / power) * power)
 
@@ -117,12 +137,12 @@ def propose_model(num_units: int, facts: Facts) -> ModelConfig:
 
 
 def propose_mask_model() -> ModelConfig:
-    """A narrow ScaleLinkNet-9 that ends in free scores: the cheapest of the family, and no worse."""
+    """A narrow ScaleLinkNet-9 with a convolutional head: the cheapest of the family, and no worse."""
     return ModelConfig(name="scalelinknet9", options={"width": MASK_WIDTH, "head": "conv"})
 
 
 def require_fitting_model(model: ModelConfig, *, masks: bool) -> None:
-    """A model must give what the task asks for: one map a class, or one score a class."""
+    """Refuse a model that does not suit the task: segmentation needs one map per class, classification one score."""
     if (entry(model.name).family == "segmentation") != masks:
         fitting = [found.name for found in catalogue() if (found.family == "segmentation") == masks]
         task = "segmentation" if masks else "classification"
@@ -130,7 +150,7 @@ def require_fitting_model(model: ModelConfig, *, masks: bool) -> None:
 
 
 def fit_model(model: ModelConfig, facts: Facts) -> ModelConfig:
-    """Tell models with a fixed input size which one it is."""
+    """Set the input size of models that need one."""
     if "image_size" in entry(model.name).options and "image_size" not in model.options:
         return model.model_copy(update={"options": {**model.options, "image_size": facts.image_shape[1]}})
     return model
@@ -143,12 +163,12 @@ def propose_batch(num_units: int, *, small: bool) -> int:
 
 
 def propose_mask_batch(num_units: int) -> int:
-    """A quarter of the units, at most 512: masks teach much, and pictures with masks are few and large."""
+    """A quarter of the units, at most 512: images with masks are few and large."""
     return max(1, min(512, num_units // 4))
 
 
 def propose_steps(num_units: int, batch: float, target_epsilon: float, *, passes: int = 40) -> int:
-    """So many passes at epsilon 3, fewer below, more above, and at least 50 steps."""
+    """``passes`` passes at epsilon 3, fewer below, more above; 50 to 2000 steps."""
     scaled = passes * min(2.0, max(0.25, (target_epsilon / 3) ** 0.5))
     return max(50, min(2000, round(scaled * num_units / batch)))
 
