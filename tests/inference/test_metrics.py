@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.store import ImageStore, store_of_arrays
 from dpvision.errors import ArgumentError, DataError
-from dpvision.inference import Metrics, evaluate, metrics_of, predict
+from dpvision.inference import Metrics, evaluate, metrics_of, predict_probabilities
 
 PLAIN = Normalisation(mean=(0.0,), std=(1.0,), source="fixed")
 
@@ -138,13 +138,15 @@ def test_modes_come_back_even_when_the_model_fails() -> None:
     model = Frail().train()
     three_channels = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
     with pytest.raises(RuntimeError):
-        predict(model, three_channels, Normalisation(mean=(0.0,) * 3, std=(1.0,) * 3, source="fixed"))
+        predict_probabilities(model, three_channels, Normalisation(mean=(0.0,) * 3, std=(1.0,) * 3, source="fixed"))
     assert model.drop.training
 
 
 def test_dropout_is_off_while_measuring() -> None:
     model, store = Frail().train(), random_store()
-    assert torch.equal(predict(model, store.images, PLAIN), predict(model, store.images, PLAIN))
+    assert torch.equal(
+        predict_probabilities(model, store.images, PLAIN), predict_probabilities(model, store.images, PLAIN)
+    )
 
 
 def test_given_parameters_are_used_instead_of_the_models_own() -> None:
@@ -161,7 +163,9 @@ def test_unknown_parameter_names_are_refused_by_name() -> None:
 
 
 def test_predict_gives_probabilities_per_picture() -> None:
-    probabilities = predict(ReadsItsPixels(3), store_of_logits([[0, 0, 0], [9, 0, 0]], [0, 0]).images, PLAIN)
+    probabilities = predict_probabilities(
+        ReadsItsPixels(3), store_of_logits([[0, 0, 0], [9, 0, 0]], [0, 0]).images, PLAIN
+    )
     assert probabilities.shape == (2, 3)
     assert probabilities.dtype == torch.float32
     assert not probabilities.requires_grad
@@ -179,7 +183,7 @@ def test_normalisation_is_applied() -> None:
             seen.append(x)
             return x.flatten(1)
 
-    predict(Spy(), images, half)
+    predict_probabilities(Spy(), images, half)
     assert seen[0].dtype == torch.float32
     assert seen[0].flatten().tolist() == pytest.approx([2.0, 2.0])
 

@@ -98,10 +98,10 @@ _Answer = tuple[dict[str, Any], list[str], list[tuple[str, str]]]
 
 def _classes(released: ReleasedModel, images: list[Path], *, skip_bad: bool, device: str) -> _Answer:
     from dpvision.data import load_images
-    from dpvision.inference import predict as probabilities_of
+    from dpvision.inference import predict_probabilities
 
     loaded, names, skipped = load_images(images, image_shape=released.image_shape, skip_bad=skip_bad)
-    rows = probabilities_of(released.model.to(device), loaded, released.normalisation, device=device)
+    rows = predict_probabilities(released.model.to(device), loaded, released.normalisation, device=device)
     answers = [
         {"picture": name, "class": released.class_names[int(row.argmax())], "probability": float(row.max())}
         for name, row in zip(names, rows, strict=True)

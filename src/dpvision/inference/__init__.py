@@ -5,7 +5,14 @@ used for metrics that are released.
 """
 
 from dpvision.inference.mask_metrics import MaskMetrics, dice_of_images, evaluate_masks, predict_masks
-from dpvision.inference.metrics import CALIBRATION_BINS, Metrics, evaluate, evaluate_features, metrics_of, predict
+from dpvision.inference.metrics import (
+    CALIBRATION_BINS,
+    Metrics,
+    evaluate,
+    evaluate_features,
+    metrics_of,
+    predict_probabilities,
+)
 
 __all__ = [
     "CALIBRATION_BINS",
@@ -16,6 +23,6 @@ __all__ = [
     "evaluate_features",
     "evaluate_masks",
     "metrics_of",
-    "predict",
     "predict_masks",
+    "predict_probabilities",
 ]

@@ -169,7 +169,7 @@ def evaluate_features(
     return metrics_of(logits, store.labels, store.class_names)
 
 
-def predict(
+def predict_probabilities(
     model: nn.Module,
     images: Tensor,
     normalisation: Normalisation,
