@@ -190,12 +190,12 @@ def test_a_python_without_jax_privacy_is_one_line_with_exit_code_2(script: str, 
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
-    assert_refused(dpvision("--batch", "4", "--jax-python", python), "jax_python must be", cause)
+    assert_refused(dpvision("--batch", "4", "--jax-python", python), "--jax-python must be", cause)
 
 
 def test_a_python_that_is_not_there_is_one_line_with_exit_code_2(tmp_path: Path) -> None:
-    assert_refused(dpvision("--jax-python", tmp_path / "python"), "jax_python must be", "No such file")
-    assert_refused(dpvision("--jax-python", tmp_path), "jax_python must be", "Permission denied")
+    assert_refused(dpvision("--jax-python", tmp_path / "python"), "--jax-python must be", "No such file")
+    assert_refused(dpvision("--jax-python", tmp_path), "--jax-python must be", "Permission denied")
     assert_refused(dpvision("--contenders", "jax-privacy"), "--jax-python")
 
 
@@ -290,5 +290,5 @@ def test_the_real_one_takes_steps_and_tells_its_memory() -> None:
 
 
 def test_the_probe_needs_no_jax_here() -> None:
-    with pytest.raises(ArgumentError, match="jax_python must be"):
+    with pytest.raises(ArgumentError, match="--jax-python must be"):
         jax_privacy(Path("/bin/false"))
