@@ -290,5 +290,5 @@ def test_the_real_one_takes_steps_and_tells_its_memory() -> None:
 
 
 def test_the_probe_needs_no_jax_here() -> None:
-    with pytest.raises(ArgumentError, match="--jax-python must be"):
+    with pytest.raises(ArgumentError, match="jax_python must be"):
         jax_privacy(Path("/bin/false"))
