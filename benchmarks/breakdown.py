@@ -26,7 +26,7 @@ from dpvision.data import ImageBatches, ImageStore, ViewsConfig, fixed_normalisa
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.mechanism import Mechanism, OrdinarySampling
-from dpvision.privacy.noise import privatize, steps_per_draw
+from dpvision.privacy.noise import noisy_mean, steps_per_draw
 from dpvision.privacy.randomness import Keys
 
 PARTS: Final = (
@@ -70,7 +70,7 @@ def breakdown(workload: Workload, *, kernels: Kernels, repeats: int) -> dict[str
             with watch.part("ledger"):
                 ledger.charge(mechanism.step_event, step=step)
             with watch.part("noise"):
-                private = privatize(clipped, mechanism, keys, step=step)
+                private = noisy_mean(clipped, mechanism, keys, step=step)
             with watch.part("optimizer"):
                 optimizer.step(private)
             passes.append(watch.seconds)

@@ -14,7 +14,7 @@ from dpvision import kernels as native
 from dpvision.config import OptimizerSettings, Performance
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch, unclipped_sum_of_batch
 from dpvision.privacy.mechanism import Mechanism
-from dpvision.privacy.noise import privatize
+from dpvision.privacy.noise import noisy_mean
 from dpvision.privacy.optimizer import Optimizer
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import OrdinaryGrad
@@ -63,7 +63,7 @@ def _private(kernels: Kernels) -> Callable[[Workload], Step]:
                 clipped = clipped_sum_of_batch(
                     model, workload.row_losses, batch, clip_norm=CLIP_NORM, performance=performance
                 )
-                optimizer.step(privatize(clipped, mechanism, keys, step=optimizer.steps_taken))
+                optimizer.step(noisy_mean(clipped, mechanism, keys, step=optimizer.steps_taken))
 
         return step
 

@@ -7,7 +7,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
+# `make fuzz`: 19 targets of tests/properties/test_fuzz.py, 10,450 examples.
+settings.register_profile("fuzz", max_examples=550)
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 

@@ -25,10 +25,10 @@ from dpvision.audit.audited_runs import Subject, config_of_model, subject_of_con
 from dpvision.audit.canaries import CanaryAudit, audit_with_canaries
 from dpvision.audit.mechanism_check import check_mechanism
 from dpvision.config import ViewsConfig
-from dpvision.data.batches import ImageBatch
+from dpvision.data.batches import DrawnBatch
 from dpvision.privacy import private_step, values
 from dpvision.privacy.mechanism import Mechanism
-from dpvision.privacy.private_step import Budget
+from dpvision.privacy.private_step import Privatizer
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import ClippedSum, Microbatch, PrivateGrad
 
@@ -46,7 +46,7 @@ def correct() -> Iterator[None]:
 @contextmanager
 def noise_divided(factor: float) -> Iterator[None]:
     """Less noise than was charged; none at all if the factor is infinite."""
-    real = private_step.privatize
+    real = private_step.noisy_mean
 
     def weaker(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> PrivateGrad:
         if factor == float("inf"):
@@ -55,7 +55,7 @@ def noise_divided(factor: float) -> Iterator[None]:
         less = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / factor)
         return real(clipped, less, keys, step=step)
 
-    with mock.patch.object(private_step, "privatize", weaker):
+    with mock.patch.object(private_step, "noisy_mean", weaker):
         yield
 
 
@@ -84,27 +84,28 @@ def drawn_too_often(rate: Callable[[float], float]) -> Iterator[None]:
 @contextmanager
 def charges_lost() -> Iterator[None]:
     """Every other step is not charged: twice as many steps as the ledger knows."""
-    real = Budget.charge
+    real = Privatizer.charge
 
-    def forgetful(self: Budget, sampling: Any, *, step: int) -> None:
+    def forgetful(self: Privatizer, sampling: Any, *, step: int) -> None:
         if step % 2 == 0:  # numbered as if nothing were missing: the ledger refuses gaps
             real(self, sampling, step=step // 2)
+        self._charged = step
 
-    with mock.patch.object(Budget, "charge", forgetful):
+    with mock.patch.object(Privatizer, "charge", forgetful):
         yield
 
 
 @contextmanager
 def views_one_by_one() -> Iterator[None]:
     """Every view of a picture is clipped by itself."""
-    real = ImageBatch.microbatches
+    real = DrawnBatch.microbatches
 
-    def apart(self: ImageBatch, units: int) -> Iterator[Microbatch]:
+    def apart(self: DrawnBatch, units: int) -> Iterator[Microbatch]:
         for piece in real(self, units):
             alone = piece.row_weights_UR.ne(0).to(piece.row_weights_UR.dtype).reshape(-1, 1)
             yield replace(piece, row_weights_UR=alone)
 
-    with mock.patch.object(ImageBatch, "microbatches", apart):
+    with mock.patch.object(DrawnBatch, "microbatches", apart):
         yield
 
 

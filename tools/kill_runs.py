@@ -225,8 +225,8 @@ def _tell(board: Board, drawn: Path) -> None:
     write_release.run_steps = part("steps", write_release.run_steps)
     write_release.write_release = part("release", write_release.write_release)
     RunFolder.save_checkpoint = part("checkpoint", RunFolder.save_checkpoint)
-    private_step.privatize = noted(
-        private_step.privatize, lambda noisy: b"".join(g.numpy().tobytes() for g in noisy.gradients.values())
+    private_step.noisy_mean = noted(
+        private_step.noisy_mean, lambda noisy: b"".join(g.numpy().tobytes() for g in noisy.gradients.values())
     )
     start.released_normalisation = noted(start.released_normalisation, lambda released: repr(released).encode())
 

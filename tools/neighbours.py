@@ -123,7 +123,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "conv 1×1": lambda: nn.Conv2d(4, 4, 1),
     "depthwise": lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4),
     "strided": lambda: nn.Sequential(nn.Conv2d(4, 6, 2, stride=2), nn.ConvTranspose2d(6, 4, 2, stride=2)),
-    "standardised": lambda: WSConv2d(4, 4, 3, gain=True),
+    "standardised": lambda: WSConv2d(4, 4, 3),
     "group norm": lambda: nn.GroupNorm(2, 4),
     "norm and activation": lambda: nn.Sequential(nn.GroupNorm(1, 4), nn.Mish()),
     "instance norm": lambda: nn.InstanceNorm2d(4, affine=True),

@@ -33,11 +33,10 @@ from typing import Any, final
 import numpy as np
 
 from dpvision.errors import DPVisionError
-from dpvision.privacy.ledger import Ledger
+from dpvision.privacy.ledger import Ledger, read_ledger
 from dpvision.privacy.mechanism import Event
 
 STEPS, STOPPED_AT, KILLED_AT = 12, 6, 10
-SAME_BYTES = ("weights.safetensors", "ledger.jsonl", "certificate.json")
 CLAIMS = ("epsilon", "epsilon_rdp", "delta", "steps_taken", "weights_sha256", "config_sha256", "privacy_unit", "stamps")
 
 
@@ -52,7 +51,7 @@ class World:
 
     states: dict[str, Path]
     problems: dict[str, frozenset[str]]
-    ends: dict[str, tuple[bytes, ...]]
+    ends: dict[str, tuple[object, ...]]
 
 
 @final
@@ -139,9 +138,16 @@ def _resume(path: Path) -> None:
     resume_training(path)
 
 
-def end_of(run: Path) -> tuple[bytes, ...]:
-    """The bytes that must come out the same."""
-    return tuple((run / "release" / name).read_bytes() for name in SAME_BYTES)
+def end_of(run: Path) -> tuple[object, ...]:
+    """What must come out the same: weights, certificate, and the ledger, where only its last release counts.
+
+    A run that was stopped wrote a release, to which its ledger commits; a run rolled back to before that did not.
+    """
+    certificate = json.loads((run / "release" / "certificate.json").read_bytes())
+    del certificate["ledger"]
+    entries = read_ledger(run / "release" / "ledger.jsonl")
+    kept = [(e.kind, e.payload) for e in entries if e.kind != "release" or e is entries[-1]]
+    return (run / "release" / "weights.safetensors").read_bytes(), certificate, kept
 
 
 def _named(problems: tuple[str, ...], run: Path) -> list[str]:
@@ -158,8 +164,9 @@ def targets_of(run: Path) -> dict[str, Path]:
     found = {f"checkpoint {place}": path for place, path in zip(("newest", "older"), checkpoints, strict=False)}
     found |= {path.name: path for path in sorted((run / "release").iterdir()) if path.is_file()}
     found |= {f"private {name}": run / "private" / name for name in ("key.json", "config.json")}
-    withdrawn = run / "private" / "withdrawn-certificate.json"
-    return found | ({"withdrawn certificate": withdrawn} if withdrawn.exists() else {})
+    kept = {"withdrawn certificate": "withdrawn-certificate.json", "mark of the release": "released-ledger.json"}
+    marks = {name: run / "private" / file for name, file in kept.items()}
+    return found | {name: path for name, path in marks.items() if path.exists()}
 
 
 def changed(content: bytes, chance: random.Random) -> bytes:

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from dpvision.gradients.plan import check_model
     from dpvision.inference.load import load_model
     from dpvision.privacy.mechanism import Guarantee, Mechanism
-    from dpvision.privacy.noise import privatize
+    from dpvision.privacy.private_step import Privatizer
     from dpvision.privacy.values import ClippedSum, PrivateGrad
     from dpvision.release.verify import verify
     from dpvision.training import resume_training, train
+    from dpvision.training.own_loop import PrivateRun
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,12 +28,13 @@ __all__ = [
     "Guarantee",
     "Mechanism",
     "PrivateGrad",
+    "PrivateRun",
+    "Privatizer",
     "RunConfig",
     "__version__",
     "check_model",
     "clipped_sum",
     "load_model",
-    "privatize",
     "resume_training",
     "train",
     "verify",
@@ -43,11 +45,12 @@ _HOMES = {
     "Guarantee": "privacy.mechanism",
     "Mechanism": "privacy.mechanism",
     "PrivateGrad": "privacy.values",
+    "PrivateRun": "training.own_loop",
+    "Privatizer": "privacy.private_step",
     "RunConfig": "config",
     "check_model": "gradients.plan",
     "clipped_sum": "gradients.clipped_sum",
     "load_model": "inference.load",
-    "privatize": "privacy.noise",
     "resume_training": "training",
     "train": "training",
     "verify": "release.verify",

@@ -17,11 +17,12 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar, final
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar, final, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dpvision.errors import ArgumentError, validation_message
+from dpvision.errors import ArgumentError, brief, validation_message
+from dpvision.own_code import is_own
 from dpvision.privacy.mechanism import Adjacency, Clipping, Mechanism, OrdinarySampling
 
 Task = Literal["classification", "segmentation"]
@@ -199,13 +200,24 @@ class ViewsConfig(Settings):
 
 @final
 class ModelConfig(Settings):
-    """Model: a registered name and its options."""
+    """Model: a registered name and its options, or the user's own code."""
 
     panel: ClassVar[Panel] = "model"
     name: Annotated[str, Flag("--model", panel="first")]
-    """Model; `dpvision models` lists them. Default: chosen from the task, the number of units and the images' shape."""
+    """Model: a name that `dpvision models` lists, or FILE.py:FUNCTION of your own. Default: chosen from the task, the
+    number of units and the images' shape."""
     options: Annotated[dict[str, Option], Flag("--option")] = {}
     """Option of the model, as name=value. May be repeated."""
+    sha256: Annotated[str | None, NO_FLAG] = Field(default=None, pattern="^[0-9a-f]{64}$")
+    """SHA-256 of the source of an own model. Written by the run if left out."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.options and is_own(self.name):
+            raise ValueError("options are for models of the catalogue: set them in your own function")
+        if self.sha256 is not None and not is_own(self.name):
+            raise ValueError("sha256 is for an own model, FILE.py:FUNCTION")
+        return self
 
 
 @final
@@ -286,7 +298,7 @@ class PrivacyConfig(Settings):
     """Mean number of units in a Poisson draw; the divisor of the sum."""
     steps: Annotated[int | None, FIRST] = Field(default=None, ge=1)
     """Noisy releases, empty draws included."""
-    clip_norm: float | None = Field(default=None, gt=0)
+    clip_norm: float | None = Field(default=None, ge=1e-30, le=1e30)
     """L2 bound on the gradient of one unit."""
     clipping: Clipping = "flat"
     """How the gradient of a unit is clipped to clip_norm."""
@@ -436,7 +448,7 @@ class AveragingSettings(Settings):
 class Performance(Settings):
     """Output and speed: how a step is computed. Nothing here changes a result beyond rounding."""
 
-    microbatch_size: int | None = Field(default=None, ge=1)
+    microbatch_size: int | None = Field(default=None, ge=1, le=2**20)
     """Units computed at a time: memory and speed only. Default: from --memory-mib."""
     channels_last: Annotated[bool, Flag("--no-channels-last")] = True
     """Don't use the channels-last memory layout, which is faster on a CPU."""
@@ -461,8 +473,10 @@ class RunConfig(Settings):
     """Name of the run. Default: that of the data."""
     task: Annotated[Task, Flag(panel="model")] = "classification"
     """Whether an image has a class, or every pixel of it."""
-    loss: Annotated[LossName | None, Flag(panel="model")] = None
-    """Loss of a row; dice and dice_cross_entropy are for segmentation."""
+    loss: Annotated[LossName | str | None, Flag(panel="model")] = None
+    """Loss of a row, or FILE.py:FUNCTION of your own; dice and dice_cross_entropy are for segmentation."""
+    loss_sha256: Annotated[str | None, NO_FLAG] = Field(default=None, pattern="^[0-9a-f]{64}$")
+    """SHA-256 of the source of an own loss. Written by the run if left out."""
     data: DataConfig
     model: ModelConfig | None = None
     views: ViewsConfig = ViewsConfig()
@@ -483,13 +497,18 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.loss_sha256 is not None and not is_own(self.loss):
+            raise ValueError("loss_sha256 is for an own loss, FILE.py:FUNCTION")
+        if self.loss is not None and self.loss not in get_args(LossName) and not is_own(self.loss):
+            known = ", ".join(get_args(LossName))
+            raise ValueError(f"loss must be one of {known}, or FILE.py:FUNCTION, got {brief(self.loss)!r}")
         if self.task == "segmentation":
             if self.transfer is not None and self.transfer.trained not in ("all", "last"):
                 raise ValueError("transfer.trained must be all or last for segmentation: its features are not kept")
             return self
         if self.data.masks is not None or self.data.test_masks is not None or self.data.only_foreground:
             raise ValueError("masks and only_foreground need task=segmentation")
-        if self.loss not in (None, "cross_entropy"):
+        if self.loss not in (None, "cross_entropy") and not is_own(self.loss):
             raise ValueError(f"loss must be cross_entropy for classification, got {self.loss}")
         return self
 
@@ -534,6 +553,10 @@ class RunConfig(Settings):
         update: dict[str, Any] = {"data": self.data.model_copy(update={**names, "data_dir": None})}
         if self.transfer is not None:
             update["transfer"] = self.transfer.model_copy(update={"weights": Path(self.transfer.weights).name})
+        if self.model is not None and is_own(self.model.name):
+            update["model"] = self.model.model_copy(update={"name": Path(self.model.name).name})
+        if self.loss is not None and is_own(self.loss):
+            update["loss"] = Path(self.loss).name
         return self.model_copy(update=update)
 
     def with_normalisation(self, mean: tuple[float, ...] | None, std: tuple[float, ...] | None) -> RunConfig:

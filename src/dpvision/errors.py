@@ -2,18 +2,20 @@
 
 Every error that a user can act on is a ``DPVisionError``: one line with the rule, the value, the cause and the remedy.
 This module also has the one escaper (``printable``), the one suggestion for a misspelt name (``did_you_mean``), the
-one translator of foreign exceptions (``translated_errors``) and the one wording of pydantic's errors
-(``validation_message``). It imports nothing of dpvision and neither torch nor pydantic.
+one translator of foreign exceptions (``translated_errors``), the one wording of pydantic's errors
+(``validation_message``) and the one check of the machine's memory (``require_memory``).
+It imports nothing of dpvision and neither torch nor pydantic.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
+import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Self, final
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -50,38 +52,43 @@ class BadFile(Exception):
 
 @final
 class Problems:
-    """Collect every broken rule, then report all of them in one error."""
+    """Collect every broken rule, then report all of them in one error.
+
+    Rules can be chained: ``Problems().count("steps", steps).positive("delta", delta).raise_if_any()``.
+    """
 
     def __init__(self) -> None:
         self._messages: list[str] = []
 
-    def require(self, holds: bool, message: str) -> None:
+    def require(self, holds: bool, message: str) -> Self:
         """Note ``message`` unless the rule holds. Write rules so that NaN breaks them."""
         if not holds:
             self._messages.append(message)
+        return self
 
-    def positive(self, name: str, value: float) -> None:
+    def positive(self, name: str, value: float) -> Self:
         """Require a finite number above zero."""
-        self._demand(_is_finite(value) and value > 0, name, "be a finite number > 0", value)
+        return self._demand(_is_finite(value) and value > 0, name, "be a finite number > 0", value)
 
-    def not_negative(self, name: str, value: float) -> None:
+    def not_negative(self, name: str, value: float) -> Self:
         """Require a finite number, zero or above."""
-        self._demand(_is_finite(value) and value >= 0, name, "be a finite number >= 0", value)
+        return self._demand(_is_finite(value) and value >= 0, name, "be a finite number >= 0", value)
 
-    def count(self, name: str, value: int, *, least: int = 1) -> None:
+    def count(self, name: str, value: int, *, least: int = 1) -> Self:
         """Require a whole number from ``least`` to ``LARGEST_COUNT``."""
         whole = type(value) is int
         self._demand(whole and value >= least, name, f"be a whole number >= {least}", value)
-        self._demand(not whole or value <= LARGEST_COUNT, name, f"be <= {LARGEST_COUNT}", value)
+        return self._demand(not whole or value <= LARGEST_COUNT, name, f"be <= {LARGEST_COUNT}", value)
 
-    def probability(self, name: str, value: float) -> None:
+    def probability(self, name: str, value: float) -> Self:
         """Require a number strictly between 0 and 1."""
-        self._demand(_is_finite(value) and 0 < value < 1, name, "lie strictly between 0 and 1", value)
+        return self._demand(_is_finite(value) and 0 < value < 1, name, "lie strictly between 0 and 1", value)
 
-    def _demand(self, holds: bool, name: str, rule: str, value: object) -> None:
+    def _demand(self, holds: bool, name: str, rule: str, value: object) -> Self:
         # The message is built only for a broken rule, because rules are checked in every step.
         if not holds:
             self._messages.append(f"{name} must {rule}, got {brief(value)}.")
+        return self
 
     def raise_if_any(self) -> None:
         """Raise one ``ArgumentError`` that names all problems."""
@@ -146,6 +153,30 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
     names = list(choices)
     close = difflib.get_close_matches(str(name), names, n=3)
     return f"Did you mean {' or '.join(close)}?" if close else f"There are: {', '.join(names)}."
+
+
+def require_memory(
+    size: int,
+    what: object,
+    *,
+    remedy: str = "Use smaller or fewer images.",
+    error: Callable[[str], DPVisionError] = DataError,
+) -> None:
+    """Refuse an allocation that exceeds the machine's memory.
+
+    Without this check the operating system may kill the process instead of refusing the allocation.
+
+    Args:
+        size: bytes.
+        what: what needs them, for the message.
+        remedy: the end of the message.
+        error: the type of the error.
+
+    Raises:
+        DPVisionError: of type ``error``, if the machine has less physical memory.
+    """
+    if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        raise error(f"{shown(what)} needs {size} bytes, more than this machine has. {remedy}")
 
 
 @contextmanager

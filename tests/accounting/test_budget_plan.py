@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from dpvision.accounting import guarantee, mechanism_guarantee, plan, scaled, steps_for_epochs
+from dpvision.accounting import effective_noise, guarantee, mechanism_guarantee, plan, scaled, steps_for_epochs
 from dpvision.accounting.budget_plan import default_batch_sizes
 from dpvision.cli import app
 from dpvision.errors import ArgumentError
-from dpvision.privacy.mechanism import Event, Mechanism, rounded_up
+from dpvision.privacy.mechanism import Mechanism, rounded_up
 
 SETTING = "--num-units 50000 --expected-batch-size 4096 --steps 2500 --delta 1e-5"
 TARGET = Mechanism(num_units=50_000, expected_batch_size=4096, clip_norm=1.0, noise_multiplier=3.0, steps=2500)
@@ -148,27 +148,24 @@ def test_a_plan_keeps_the_target_in_every_row() -> None:
     rows = list(
         plan(num_units=50_000, target_epsilon=3.0, delta=1e-5, expected_batch_sizes=(4096, 16384), epochs=(10, 30))
     )
-    assert [(row.expected_batch_size, row.steps) for row in rows] == [
+    assert [(row.mechanism.expected_batch_size, row.mechanism.steps) for row in rows] == [
         (4096, 123),
         (4096, 367),
         (16384, 31),
         (16384, 92),
     ]
     for row in rows:
-        event = Event(sample_rate=row.sample_rate, noise_multiplier=row.noise_multiplier)
-        assert row.guarantee == guarantee([(event, row.steps)], delta=1e-5)
+        assert row.guarantee == guarantee([(row.mechanism.step_event, row.mechanism.steps)], delta=1e-5)
         assert 3.0 * 0.999 < row.guarantee.epsilon <= 3.0
-        assert row.effective_noise == row.noise_multiplier / row.expected_batch_size
-        assert row.epochs == pytest.approx(row.steps * row.expected_batch_size / 50_000)
     # A larger batch needs more noise, and still learns from a cleaner mean.
-    assert rows[2].noise_multiplier > rows[0].noise_multiplier
-    assert rows[2].effective_noise < rows[0].effective_noise
+    assert rows[2].mechanism.noise_multiplier > rows[0].mechanism.noise_multiplier
+    assert effective_noise(rows[2].mechanism) < effective_noise(rows[0].mechanism)
 
 
 def test_a_plan_may_be_asked_in_steps() -> None:
     facts: dict[str, Any] = {"num_units": 1000, "target_epsilon": 3.0, "delta": 1e-4}
     (row,) = plan(**facts, expected_batch_sizes=[250.0], steps=[40])
-    assert (row.steps, row.epochs) == (40, 10.0)
+    assert (row.mechanism.steps, row.mechanism.epochs) == (40, 10.0)
     with pytest.raises(ArgumentError, match="epochs or steps, got both"):
         list(plan(**facts, steps=[40], epochs=[3]))
     with pytest.raises(ArgumentError, match=r"sample_rate must be <= 1"):
@@ -187,6 +184,8 @@ def test_epochs_become_the_first_whole_number_of_steps() -> None:
     assert steps_for_epochs(60, num_units=60_000, expected_batch_size=256) == 14_063
     assert steps_for_epochs(3 * 0.1, num_units=1000, expected_batch_size=100) == 3
     assert steps_for_epochs(0.001, num_units=10, expected_batch_size=10) == 1
+    with pytest.raises(ArgumentError, match="epochs must make at most"):
+        steps_for_epochs(1e308, num_units=1000, expected_batch_size=10)
 
 
 def test_a_plan_can_be_drawn(tmp_path: Path) -> None:

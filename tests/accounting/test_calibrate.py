@@ -151,6 +151,28 @@ def test_extreme_targets_are_kept(target: float) -> None:
     assert epsilon_of(50_000, noise, 2) <= target
 
 
+@pytest.mark.parametrize("noise", [5e-324, 1e-308, 1e308])
+def test_noise_that_no_accountant_takes_is_refused_by_both_searches(noise: float) -> None:
+    with pytest.raises(ArgumentError, match="noise_multiplier must lie between"):
+        calibrate_steps(expected_batch_size=1.0, noise_multiplier=noise, **FACTS)
+    with pytest.raises(ArgumentError, match="noise_multiplier must lie between"):
+        calibrate_expected_batch_size(noise_multiplier=noise, steps=10, **FACTS)
+
+
+@pytest.mark.parametrize("batch", [5e-324, 1e-300])
+def test_a_batch_below_the_least_sample_rate_is_refused(batch: float) -> None:
+    with pytest.raises(ArgumentError, match="sample_rate must be >="):
+        calibrate_noise_multiplier(expected_batch_size=batch, steps=10, **FACTS)
+
+
+def test_the_smallest_float_as_a_target_is_no_traceback() -> None:
+    facts = {**FACTS, "target_epsilon": 5e-324}
+    with pytest.raises(ArgumentError, match="does not allow a single step"):
+        calibrate_steps(expected_batch_size=100.0, noise_multiplier=1.0, **facts)
+    # Delta alone covers draws that are rare enough.
+    assert 0 < calibrate_expected_batch_size(noise_multiplier=1.0, steps=10, **facts) < 1
+
+
 def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(ArgumentError, match=r"target_epsilon.*delta.*sample_rate must be <= 1.*steps"):
         calibrate_noise_multiplier(num_units=10, expected_batch_size=11, steps=-1, target_epsilon=-2, delta=7)

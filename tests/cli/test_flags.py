@@ -12,7 +12,7 @@ import typer
 from typer.testing import CliRunner
 
 import dpvision
-from dpvision.cli import app, train_command
+from dpvision.cli import app, command_with_flags
 from dpvision.cli.flags import OTHER_NAMES, named_by_flags, run_settings
 from dpvision.cli.train_command import build_config
 from dpvision.config import KNOWN_DATASETS, RunConfig, Settings
@@ -31,31 +31,31 @@ FLAGS = {
         --statistics-noise-multiplier --steps --target-epsilon --task --test --test-masks --threads --trained
         --transfer-source --transfer-weights --unit-column --unit-csv --unit-folder-level --unit-norm --unit-pattern
         --units --unsafe-seed --views --volume-axis --warmup-steps --weight-decay --window""",
-    "resume": "--device --fork --json --threads",
+    "resume": "--device --fork --json --loss --model --threads",
     "plan": """--adjacency --delta --epochs --expected-batch-size --json --noise-multiplier --num-units --plot
         --scale-down --scale-up --steps --target-epsilon""",
     "epsilon": """--adjacency --delta --epochs --expected-batch-size --json --most-rows-per-owner --noise-multiplier
         --num-units --steps --trials""",
     "calibrate": """--adjacency --delta --epochs --expected-batch-size --json --noise-multiplier --num-units --steps
         --target-epsilon""",
-    "evaluate": "--data-dir --device --json --test --test-masks",
-    "predict": "--device --force --json --output --skip-bad --window",
+    "evaluate": """--data-dir --device --groups --json --model --operating-point --positive --test --test-masks
+        --threads""",
+    "predict": "--csv --device --force --json --model --output --skip-bad --threads --window",
     "verify": "--json --key",
     "audit": """--black-box --canaries --confidence --json --mechanism --members --model --no-attach --non-members
-        --option --ordinary-shadows --recipe --shadows""",
+        --option --ordinary-shadows --recipe --shadows --threads""",
     "sign": "--json --key",
     "keygen": "--json --password",
     "report": "--json --output",
     "check": "--image-size --in-channels --json --num-classes --option",
     "models": "--json",
     "recipes": "--json",
-    "reproduce": "--device --json --list --output --repeats --rows --scale",
+    "reproduce": "--device --json --list --output --repeats --rows --scale --threads",
 }
 
 
 def command(name: str) -> Any:
-    group: Any = typer.main.get_command(app)
-    return train_command() if name == "train" else group.commands[name]
+    return command_with_flags(name)
 
 
 def dpvision_errors(*arguments: str) -> str:
@@ -202,7 +202,7 @@ def test_the_version_is_printed() -> None:
 def test_threads_are_set_and_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from dpvision.cli.train_command import set_threads
+    from dpvision.cli.flags import set_threads
 
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)

@@ -161,7 +161,7 @@ def test_what_mending_modules_would_leave_is_said(own: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("five", "returns 5 scores for an image, but there are 10 classes. Set --num-classes 5"),
+        ("five", "returns 5 scores for an image, but there are 10 classes. Change its last layer"),
         ("grey", "can't be run on float32 images of 3×32×32"),
         ("two", "returns a tuple, not a tensor of scores"),
     ],
@@ -185,10 +185,10 @@ def test_flags_fit_the_pictures_to_the_model(own: Path) -> None:
         (":lazy", "run the model once before you return it"),
         (":number", "must give a torch.nn.Module, got int"),
         (":leaves", "SystemExit: 3"),
-        (":nothing", "no attribute 'nothing'"),
-        (":BasicBlock", "missing 2 required positional arguments"),
-        (":", "name the function that makes the model"),
-        ("", "name the function that makes the model"),
+        (":nothing", "has no 'nothing'. It has: BasicBlock, ResNet, Centred, make"),
+        (":BasicBlock", "but it needs inplanes, planes"),
+        (":", "must name a function of the file"),
+        ("", "must name a function of the file"),
     ],
 )
 def test_what_is_no_model_is_one_line_and_exit_code_2(own: Path, function: str, words: str) -> None:

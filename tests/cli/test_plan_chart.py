@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dpvision.accounting import PlanRow, guarantee, plan
+from dpvision.accounting import PlanRow, effective_noise, guarantee, plan
 from dpvision.cli import app
 from dpvision.cli.plan_chart import PUBLISHED, draw_plan, published_settings
 from dpvision.cli.plan_command import print_plan
-from dpvision.privacy.mechanism import Adjacency, Guarantee, rounded_up
+from dpvision.privacy.mechanism import Adjacency, Guarantee, Mechanism, rounded_up
 
 
 def run(line: str) -> Any:
@@ -24,19 +24,21 @@ def run(line: str) -> Any:
 
 def row(**changes: Any) -> PlanRow:
     values: dict[str, Any] = {
-        "num_units": 50_000,
-        "expected_batch_size": 4096.0,
-        "steps": 2500,
-        "noise_multiplier": 3.0,
+        "mechanism": mechanism(4096.0, 3.0),
         "guarantee": Guarantee(epsilon=6.58, delta=1e-5, adjacency="add_remove", accountant="pld"),
         "full_batch_noise": 0.0007,
     }
     return PlanRow(**{**values, **changes})
 
 
+def mechanism(batch: float, noise: float) -> Mechanism:
+    facts: dict[str, Any] = {"num_units": 50_000, "clip_norm": 1.0, "steps": 2500}
+    return Mechanism(**facts, expected_batch_size=batch, noise_multiplier=noise)
+
+
 def test_the_figures_of_a_row_are_those_computed_by_hand() -> None:
     found = row()
-    assert found.effective_noise == 3 / 4096
+    assert effective_noise(found.mechanism) == 3 / 4096
     assert found.signal == pytest.approx(50 * 0.08192 / 3)
     assert found.excess_noise == pytest.approx(3 / 4096 / 0.0007)
     assert found.batch_is_enough
@@ -55,23 +57,23 @@ def test_a_full_batch_is_the_plain_gaussian_mechanism_at_every_length() -> None:
     rows = list(plan(**facts, expected_batch_sizes=(1000.0,), steps=(1, 16)))
     for found in rows:
         assert found.excess_noise == pytest.approx(1.0, abs=1e-3)
-        shift = math.sqrt(found.steps) / (found.full_batch_noise * 1000)
+        shift = math.sqrt(found.mechanism.steps) / (found.full_batch_noise * 1000)
         assert gaussian_delta(1.0, shift) == pytest.approx(1e-5, rel=2e-2)  # calibrated to five digits, from below
         assert gaussian_delta(1.0, shift) <= 1e-5
         assert found.signal == pytest.approx(shift, rel=1e-3)
     # 3.7306 is the noise of one Gaussian release at epsilon 1, delta 1e-5.
-    assert rows[0].noise_multiplier == pytest.approx(3.7306, rel=1e-4)
+    assert rows[0].mechanism.noise_multiplier == pytest.approx(3.7306, rel=1e-4)
     assert rows[1].full_batch_noise == pytest.approx(4 * rows[0].full_batch_noise, rel=1e-12)
 
 
 def test_larger_batches_lower_the_effective_noise_until_it_saturates() -> None:
     batches = (32.0, 128.0, 1000.0, 2000.0)
     rows = list(plan(num_units=4_000, target_epsilon=1.0, delta=1e-5, expected_batch_sizes=batches, steps=(100,)))
-    noises = [found.effective_noise for found in rows]
+    noises = [effective_noise(found.mechanism) for found in rows]
     assert noises == sorted(noises, reverse=True)
     assert [found.batch_is_enough for found in rows] == [False, False, True, True]
     assert [found.excess_noise for found in rows] == pytest.approx([2.85, 1.28, 1.016, 1.005], abs=5e-3)
-    assert all(found.noise_multiplier > 2 for found in rows if found.batch_is_enough)  # TAN's rule of thumb
+    assert all(found.mechanism.noise_multiplier > 2 for found in rows if found.batch_is_enough)  # TAN's rule of thumb
 
 
 def test_extra_charges_raise_the_noise_of_a_full_batch_too() -> None:
@@ -87,17 +89,17 @@ def test_extra_charges_raise_the_noise_of_a_full_batch_too() -> None:
 def test_what_papers_chose_keeps_the_epsilon_that_they_claim() -> None:
     assert len(PUBLISHED) == 12
     for setting in PUBLISHED:
-        charges = [(setting.step_event, setting.steps)]
+        charges = [(setting.mechanism.step_event, setting.mechanism.steps)]
         by_rdp = guarantee(charges, delta=setting.delta, accountant="rdp").epsilon
         assert 0.98 * setting.epsilon < by_rdp < 1.0002 * setting.epsilon, setting
 
 
 def test_papers_are_shown_for_their_own_data_and_epsilon_only() -> None:
     facts: dict[str, Any] = {"num_units": 50_000, "target_epsilon": 1.0, "delta": 1e-5}
-    small, large = published_settings(**facts)
+    small, large = (setting.mechanism for setting in published_settings(**facts))
     assert (small.expected_batch_size, small.steps, small.noise_multiplier) == (4096, 875, 10)
     assert (large.expected_batch_size, large.steps, large.noise_multiplier) == (16_384, 906, 40)
-    assert small.effective_noise == 10 / 4096
+    assert effective_noise(small) == 10 / 4096
     for other in ({"num_units": 50_001}, {"target_epsilon": 1.1}, {"delta": 1e-6}):
         assert published_settings(**{**facts, **other}) == ()
 
@@ -107,7 +109,7 @@ def test_what_papers_chose_is_shown_under_the_adjacency_of_the_plan(
     adjacency: Adjacency, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (setting, _) = published_settings(num_units=50_000, target_epsilon=1.0, delta=1e-5)
-    charges = [(setting.step_event, setting.steps)]
+    charges = [(setting.mechanism.step_event, setting.mechanism.steps)]
     expected = guarantee(charges, delta=1e-5, adjacency=adjacency).epsilon
     rows = [row(guarantee=Guarantee(epsilon=1.0, delta=1e-5, adjacency=adjacency, accountant="pld"))]
     print_plan(rows, [setting], target=1.0, delta_proposed=False, json=True)
@@ -144,5 +146,5 @@ def test_the_command_shows_the_curve_as_table_json_and_picture(tmp_path: Path) -
 
 
 def test_a_picture_needs_no_paper(tmp_path: Path) -> None:
-    draw_plan([row(), row(expected_batch_size=256.0, noise_multiplier=1.3)], tmp_path / "plan.png")
+    draw_plan([row(), row(mechanism=mechanism(256.0, 1.3))], tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

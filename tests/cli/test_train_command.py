@@ -97,6 +97,14 @@ def test_a_run_can_be_evaluated_verified_reported_and_used(tiny_run: Path, class
     predicted = dpvision("predict", tiny_run, picture, "--json")
     assert predicted.exit_code == 0, predicted.output
     (answer,) = json.loads(predicted.stdout)["predictions"]
+    assert len(answer["probabilities"]) == len(json.loads(predicted.stdout)["class_names"])
+    assert sum(answer["probabilities"]) == pytest.approx(1, abs=1e-5)  # float32
+    assert answer["probability"] == max(answer["probabilities"])
+    table = tiny_run.parent / "probabilities.csv"
+    assert dpvision("predict", tiny_run, picture, "--csv", table).exit_code == 0
+    head, row = (line.split(",") for line in table.read_text().splitlines())
+    assert head == ["image", "class", *json.loads(predicted.stdout)["class_names"]]
+    assert [float(value) for value in row[2:]] == answer["probabilities"]
     assert 1 / 3 <= answer["probability"] <= 1
 
 
@@ -122,6 +130,9 @@ def test_a_tampered_run_is_named_with_exit_code_1(tiny_run: Path) -> None:
         "train digits --target-epsilon 3 --model linear --option nonsense=1",
         "train digits --target-epsilon 3 --option novalue",
         "train digits --target-epsilon 3 --normalisation published --noise-multiplier 0.01",
+        "train digits --target-epsilon 3 --clip-norm 1e308",
+        "train digits --target-epsilon 3 --clip-norm 1e-300",
+        "train digits --target-epsilon 3 --microbatch-size 100000000000000000000",
         "train --recipe nonsense",
         "train --config nowhere.toml",
         "resume nowhere",

@@ -23,9 +23,7 @@ from dpvision.data import ImageBatches, ImageStore, Normalisation, ViewsConfig, 
 from dpvision.data.augmentation import Padding, pad, rotate
 from dpvision.data.store import store_of_arrays
 from dpvision.gradients.clipped_sum import clipped_sum_of_batch
-from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.randomness import Keys
-from dpvision.privacy.values import Microbatch
 from draws_support import draws_at_rate
 from grads_support import cross_entropy, distance, relative_error, total_norm
 
@@ -344,26 +342,6 @@ def test_padding_holds_zeros_whatever_is_done_to_images() -> None:
 def test_an_empty_draw_and_an_empty_store_have_no_views() -> None:
     assert list(draws_of(store_of([1] * 5), EVERYTHING, rate=1e-12).batch(0).microbatches(2)) == []
     assert list(draws_of(store_of([]), EVERYTHING).batch(0).microbatches(2)) == []
-
-
-def test_channels_last_views_have_the_same_values() -> None:
-    pieces: list[Microbatch] = []
-    images = random_images(20, 3, 6, 6)
-    store = store_of_arrays(images=images, labels=np.zeros(20), class_names=["a", "b"], name="made")
-    mechanism = Mechanism(num_units=20, expected_batch_size=20, clip_norm=1.0, noise_multiplier=1.0, steps=10)
-    for layout in (torch.contiguous_format, torch.channels_last):
-        draws = ImageBatches(
-            mechanism=mechanism,
-            store=store,
-            normalisation=NORMALISATION,
-            keys=KEYS,
-            memory_format=layout,
-            views=EVERYTHING,
-        )
-        pieces += draws.batch(0).microbatches(32)
-    assert torch.equal(pieces[0].inputs, pieces[1].inputs)
-    assert pieces[0].inputs.is_contiguous()
-    assert pieces[1].inputs.is_contiguous(memory_format=torch.channels_last)
 
 
 # --- one clip --------------------------------------------------------------------------------------------------------

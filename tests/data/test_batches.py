@@ -204,31 +204,9 @@ def test_inputs_are_normalised_and_targets_are_the_labels_of_the_rows() -> None:
     assert torch.equal(piece.targets[: len(units)], store.labels[units])
 
 
-def test_channels_last_changes_the_layout_and_not_the_values() -> None:
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (20, 3, 4, 4), dtype=np.uint8)
-    store = store_of_arrays(images=images, labels=np.zeros(20), class_names=["a", "b"], name="made")
-    pieces = [
-        next(
-            ImageBatches(
-                mechanism=make_mechanism(20, 20),
-                store=store,
-                normalisation=fixed_normalisation(3),
-                keys=KEYS,
-                memory_format=layout,
-            )
-            .batch(0)
-            .microbatches(32)
-        )
-        for layout in (torch.contiguous_format, torch.channels_last)
-    ]
-    assert torch.equal(pieces[0].inputs, pieces[1].inputs)
-    assert pieces[1].inputs.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_a_batch_shows_nothing_of_itself_in_print() -> None:
     batch = make_draws(make_store([1] * 9), make_mechanism(9, 9)).batch(0)
-    assert repr(batch) == "ImageBatch(Sampling(method='poisson', sample_rate=1.0), sensitive)"
+    assert repr(batch) == "DrawnBatch(Sampling(method='poisson', sample_rate=1.0), sensitive)"
 
 
 def test_impossible_sizes_are_refused() -> None:

@@ -175,7 +175,7 @@ def test_known_sets_are_looked_for_in_data_dir_then_the_variable_then_the_cache(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = LoadOptions(download=False)
-    with pytest.raises(DataError, match=r"mnist is not in .*dpvision, and download is off"):
+    with pytest.raises(DataError, match=r"mnist is not in .*dpvision; download is off"):
         load("mnist", options)
     write_mnist(home / ".cache" / "dpvision" / "mnist", 3)
     assert load("mnist", options).train.num_rows == 3

@@ -310,6 +310,8 @@ def steps_taken(tmp_path: Path, config: RunConfig, keys: Keys) -> dict[str, Tens
     session, _ = start_run(config, tmp_path, seed=3, device="cpu")
     # The same keys whatever the configuration says: now noise, draws and first weights are equal.
     session.keys = keys
+    assert session.privatizer is not None
+    session.privatizer._keys = keys
     session.image_draws._sampler = replace(session.image_draws._sampler, keys=keys)
     for name, value in session.model.named_parameters():
         generator = torch.Generator().manual_seed(len(name))

@@ -111,7 +111,7 @@ def test_sources_that_do_not_exist_are_named_with_the_known_ones(tmp_path: Path)
     with pytest.raises(DataError, match="neither a file or folder nor one of digits, mnist"):
         load(str(tmp_path / "nowhere"))
     (tmp_path / "x.txt").write_text("hello")
-    with pytest.raises(DataError, match="is not a source"):
+    with pytest.raises(DataError, match="is no source"):
         load(tmp_path / "x.txt")
 
 
@@ -233,8 +233,8 @@ def test_a_csv_may_mention_the_public_test_files(tmp_path: Path) -> None:
         ("cat/0.png,a\ncat/99.png,b\nemu/1.png,c\n", r"2 files which are not in the folder: cat/99.png, emu/1.png"),
         ("0.png,a\n", "fit several files or units: 0.png"),
         ("cat/0.png,a\ncat/0.png,b\n", "fit several files or units: cat/0.png"),
-        ("cat/0.png,\n", "1 rows have no file or no unit"),
-        ("cat/0.png,a\ncat/1.png\n", "1 rows have no file or no unit: cat/1.png"),
+        ("cat/0.png,\n", "1 rows lack a file or a unit"),
+        ("cat/0.png,a\ncat/1.png\n", "1 rows lack a file or a unit: cat/1.png"),
         ('cat/0.png,"a\n', "can't be read as CSV"),
         ("cat/\x1b[2J.png,a\n", r"not in the folder: cat/\\x1b\[2J.png"),
     ],

@@ -193,7 +193,7 @@ def test_any_number_but_zero_is_foreground_unless_classes_are_asked_for(tmp_path
     write_pair(tmp_path, "a", mask=disc() * np.uint8(255))
     write_pair(tmp_path, "b", mask=disc() * np.uint8(2))
     assert load(tmp_path / "images", options_of(tmp_path)).train.labels.max() == 1
-    with pytest.raises(DataError, match=r"a\.png \(mask a\.png: a mask with the value 255 has no class"):
+    with pytest.raises(DataError, match=r"a\.png \(mask a\.png: a mask with the value 255 has no such class"):
         load(tmp_path / "images", options_of(tmp_path, mask_classes="classes"))
     (tmp_path / "images" / "a.png").unlink()
     (tmp_path / "masks" / "a.png").unlink()

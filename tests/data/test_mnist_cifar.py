@@ -230,7 +230,7 @@ def test_the_pickled_version_is_refused_and_never_run(
     with pytest.raises(DataError, match=f"Python version of cifar{classes}.*cifar-{classes}-binary.tar.gz, from www"):
         load(place)
     if not archived:
-        with pytest.raises(DataError, match=f"It comes from www.*cifar-{classes}-binary.tar.gz"):
+        with pytest.raises(DataError, match=f"It is at www.*cifar-{classes}-binary.tar.gz"):
             load(f"cifar{classes}", LoadOptions(data_dir=place, download=False))
     assert not canary.exists()
     pickle.loads(program)  # noqa: S301 - what an unpickler would have done

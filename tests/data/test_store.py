@@ -201,7 +201,7 @@ def test_a_unit_added_at_the_end_moves_nobody_across_the_hold_out() -> None:
 
 
 def test_hold_out_refuses_what_leaves_one_part_empty() -> None:
-    with pytest.raises(DataError, match="too few to hold out"):
+    with pytest.raises(DataError, match=r"too few units to hold out a fraction of 0\.5: one part"):
         hold_out(make_store(1), fraction=0.5, keys=Keys.from_seed(1))
     with pytest.raises(ArgumentError, match="fraction must lie strictly between"):
         hold_out(make_store(), fraction=1.0, keys=Keys.from_seed(1))

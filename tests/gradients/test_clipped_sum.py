@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import grads_reference as reference
 from dpvision.config import Performance
 from dpvision.errors import ArgumentError, PrivacyError
-from dpvision.gradients import ordinary, reference
+from dpvision.gradients import ordinary
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
 from dpvision.gradients.ordinary import ordinary_gradient
 from dpvision.models.layers import WSConv2d

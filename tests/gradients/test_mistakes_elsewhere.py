@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import grads_reference as reference
 from dpvision.config import Performance
 from dpvision.errors import DPVisionError, PrivacyError
-from dpvision.gradients import reference
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
 from dpvision.gradients.plan import require_private_ready
 from grads_support import PaddedDraw, cross_entropy, relative_error, total_norm

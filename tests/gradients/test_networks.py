@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import grads_reference as reference
 from dpvision.config import Performance
 from dpvision.errors import PrivacyError
-from dpvision.gradients import reference
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
 from dpvision.gradients.ownership import parameter_owners
 from dpvision.gradients.plan import plan_for

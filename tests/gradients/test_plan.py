@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import grads_reference as reference
 from dpvision.errors import ArgumentError, PrivacyError
-from dpvision.gradients import reference
 from dpvision.gradients.clipped_sum import clipped_sum
 from dpvision.gradients.plan import check_model, require_private_ready
 from grads_support import cross_entropy, relative_error

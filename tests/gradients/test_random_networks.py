@@ -19,7 +19,7 @@ def _block(kind: str, seed: int) -> nn.Module:
         "conv": lambda: nn.Conv2d(4, 4, (1, 3, 5)[seed % 3], padding="same", groups=groups, bias=bool(seed % 2)),
         "strided": lambda: nn.Sequential(nn.Conv2d(4, 6, 2, stride=2), nn.ConvTranspose2d(6, 4, 2, stride=2)),
         "reflect": lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode=("reflect", "circular")[seed % 2]),
-        "standardised": lambda: WSConv2d(4, 4, 3, groups=groups, gain=bool(seed % 2)),
+        "standardised": lambda: WSConv2d(4, 4, 3, groups=groups, affine=("gain", "bias") if seed % 2 else ("bias",)),
         "group": lambda: nn.GroupNorm(groups, 4),
         "instance": lambda: nn.InstanceNorm2d(4, affine=True),
         "layer": lambda: nn.LayerNorm((6, 6)),

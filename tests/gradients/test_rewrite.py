@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import grads_reference as reference
 from dpvision import kernels
 from dpvision.config import Performance
 from dpvision.errors import ArgumentError
-from dpvision.gradients import ordinary, reference
+from dpvision.gradients import ordinary
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch, unclipped_sum_of_batch
 from dpvision.gradients.fast import fused_copy, weight_cache
 from dpvision.gradients.fast.fused_conv import CachedWSConv2d, WinogradConv, WinogradConv2d, WinogradWSConv2d
@@ -92,7 +93,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
         *_head(),
     ),
     "standardised": lambda: _stem(WSConv2d(16, 32, 3), nn.GroupNorm(4, 32), nn.Mish(), WSConv2d(32, 16, 3), *_head()),
-    "standardised, bare": lambda: _stem(WSConv2d(16, 48, 3, gain=False, bias=False, padding=1), nn.Tanh(), *_head(48)),
+    "standardised, bare": lambda: _stem(WSConv2d(16, 48, 3, padding=1, affine=()), nn.Tanh(), *_head(48)),
     "standardised, strided": lambda: _stem(WSConv2d(16, 16, 3, stride=2), nn.GroupNorm(1, 16), nn.SELU(), *_head()),
     "no affine": lambda: _stem(nn.GroupNorm(4, 16, affine=False), nn.ELU(), nn.Conv2d(16, 16, 3, padding=1), *_head()),
     "one layer twice": lambda: _stem(Again(), *_head()),
@@ -452,7 +453,11 @@ def test_filters_are_kept_while_there_is_room(
 
 def bottlenecks() -> nn.Sequential:
     """Standardised convolutions that Winograd's method does not take; the third one's norms come from Gram matrices."""
-    layers = (WSConv2d(3, 16, 3, stride=2), WSConv2d(16, 64, 1, bias=False), WSConv2d(64, 96, 3, stride=2, groups=2))
+    layers = (
+        WSConv2d(3, 16, 3, stride=2),
+        WSConv2d(16, 64, 1, affine=("gain",)),
+        WSConv2d(64, 96, 3, stride=2, groups=2),
+    )
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.SiLU())), nn.Flatten(), nn.Linear(384, 2))
 
 

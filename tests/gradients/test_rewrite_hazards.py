@@ -51,7 +51,7 @@ class InPlace(nn.Module):
 )
 def test_an_output_that_is_overwritten_does_not_speak_for_its_layer(change: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(WSConv2d(16, 16, 3, gain=False, bias=False), InPlace(change), nn.Flatten())
+    model = nn.Sequential(WSConv2d(16, 16, 3, affine=()), InPlace(change), nn.Flatten())
     assert isinstance(model[0], WSConv2d)
     pattern = model[0].standardised_weight().detach()
     for filter_ in range(0, 16, 5):
@@ -68,7 +68,7 @@ def test_an_output_that_is_overwritten_does_not_speak_for_its_layer(change: Call
 def test_a_gradient_that_hardly_varies_keeps_a_standardised_norm_above_its_length(stride: int, kernels: Any) -> None:
     torch.manual_seed(0)
     channels = 512 if stride == 2 else 128
-    model = nn.Sequential(WSConv2d(channels, 16, 3, stride=stride, gain=False, bias=False), nn.Flatten())
+    model = nn.Sequential(WSConv2d(channels, 16, 3, stride=stride, affine=()), nn.Flatten())
     size = 18
     for value in torch.linspace(1.05, 1.95, 7).tolist():
         for bump in (0.1, 0.3, 0.7):

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dpvision.gradients import reference
-from dpvision.gradients import reference as oracle
+import grads_reference as reference
 from dpvision.gradients.clipped_sum import clipped_sum
 from dpvision.gradients.layer_gradient import LayerGradient, MaterialisedGradient, sum_of_squares
 from dpvision.gradients.rules import LayerCall, convolution, register, rule_for
@@ -113,9 +112,7 @@ LAYERS = {
     "scalar gain": Layer(lambda: ScalarGain(0.7), (3, 4)),
     "standardised conv": Layer(lambda: WSConv2d(2, 4, 3), (2, 6, 6), True),
     "standardised conv strided, grouped": Layer(lambda: WSConv2d(4, 6, 3, stride=2, groups=2), (4, 6, 6), True),
-    "standardised conv without gain and bias": Layer(
-        lambda: WSConv2d(2, 4, 3, padding=0, gain=False, bias=False), (2, 6, 5), True
-    ),
+    "standardised conv without gain and bias": Layer(lambda: WSConv2d(2, 4, 3, padding=0, affine=()), (2, 6, 5), True),
     "standardised conv at its floor": Layer(near_constant_filters, (2, 6, 6), True),
     "overridden forward (fallback)": Layer(lambda: Doubled(5, 4), (5,), rule=False),
     "bare parameters (fallback)": Layer(Affine, (3, 4), rule=False),
@@ -161,11 +158,11 @@ def test_every_rule_agrees_with_the_loop_over_single_units(
         model = layer.make().to(dtype)
     for units in (0, 1, 2, 7):
         inputs, targets = rows_for(layer, units * rows_per_unit, dtype)
-        alone = oracle.unit_gradients_by_loop(model, wavy_loss, inputs, targets, rows_per_unit=rows_per_unit)
+        alone = reference.unit_gradients_by_loop(model, wavy_loss, inputs, targets, rows_per_unit=rows_per_unit)
         zeros = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
         for clip_norm in (0.05, 1e6):
             found = clipped_sum(model, wavy_loss, inputs, targets, clip_norm=clip_norm, rows_per_unit=rows_per_unit)
-            true = oracle.clip_and_add(alone, zeros, clip_norm=clip_norm)
+            true = reference.clip_and_add(alone, zeros, clip_norm=clip_norm)
             # Rounding: 1e-10 leaves room for sums over thousands of terms; 1e-4 for their float32 counterparts.
             assert relative_error(found.gradients, true.gradients) <= tolerance
             assert all(gradient.dtype == dtype for gradient in found.gradients.values())
@@ -213,7 +210,7 @@ def test_a_formed_gradient_that_is_longer_than_its_norm_says_is_not_used(
     model = nn.Sequential(nn.Conv2d(3, 8, 5, padding=2), nn.Tanh(), nn.Flatten(), nn.Linear(8 * 64, 2))
     inputs, targets = torch.randn(2, 3, 8, 8), torch.rand(2)
     found = clipped_sum(model, wavy_loss, inputs, targets, clip_norm=0.1)
-    true = oracle.clipped_sum_by_loop(model, wavy_loss, inputs, targets, clip_norm=0.1)
+    true = reference.clipped_sum_by_loop(model, wavy_loss, inputs, targets, clip_norm=0.1)
     assert relative_error(found.gradients, true.gradients) < 1e-4
 
 
@@ -236,7 +233,7 @@ def test_a_rule_that_is_wrong_for_one_unit_alone_is_not_used(wrong_unit: int) ->
     model = nn.Sequential(Shift(), nn.Linear(5, 3))
     inputs, targets = torch.randn(2, 5), torch.rand(2)
     found = clipped_sum(model, wavy_loss, inputs, targets, clip_norm=0.1)
-    true = oracle.clipped_sum_by_loop(model, wavy_loss, inputs, targets, clip_norm=0.1)
+    true = reference.clipped_sum_by_loop(model, wavy_loss, inputs, targets, clip_norm=0.1)
     assert relative_error(found.gradients, true.gradients) < 1e-5
 
 
@@ -254,7 +251,7 @@ def test_the_three_routes_meet(name: str) -> None:
     layer = LAYERS[name]
     model = layer.make().double()
     inputs, targets = rows_for(layer, 6, torch.float64)
-    routes = (clipped_sum, oracle.clipped_sum_by_loop, reference.clipped_sum_by_func)
+    routes = (clipped_sum, reference.clipped_sum_by_loop, reference.clipped_sum_by_func)
     found = [route(model, wavy_loss, inputs, targets, clip_norm=0.3, rows_per_unit=2).gradients for route in routes]
     assert relative_error(found[0], found[1]) < 1e-10
     assert relative_error(found[2], found[1]) < 1e-10

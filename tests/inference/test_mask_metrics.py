@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.store import ImageStore, store_of_arrays
 from dpvision.errors import DataError
-from dpvision.inference import MaskMetrics, dice_of_images, evaluate_masks, predict_masks
+from dpvision.inference import MaskMetrics, dice_of_images, evaluate_masks, mask_metrics, predict_masks
 from dpvision.models.losses import loss_for
 
 PLAIN = Normalisation(mean=(0.0,), std=(1.0,), source="fixed")
@@ -109,7 +110,8 @@ def test_figures_do_not_depend_on_the_batches_and_agree_with_plain_counting(
     predicted, truth = generator.integers(0, classes, size=(2, 7, 4, 4))
     names = tuple(f"class {number}" for number in range(classes))
     store = store_of(predicted, truth, class_names=names, owners=[f"p{row % 3}" for row in range(7)])
-    metrics = evaluate_masks(SeesBrightness(classes=classes), store, PLAIN, batch_size=batch_size)
+    with mock.patch.object(mask_metrics, "IMAGES_WITH_MASKS", batch_size):
+        metrics = evaluate_masks(SeesBrightness(classes=classes), store, PLAIN)
     by_hand = [
         [_dice(predicted[row] == number, truth[row] == number) for number in range(1, classes)] for row in range(7)
     ]
@@ -177,7 +179,7 @@ def test_other_parameters_are_used_and_the_model_is_left_as_it_was() -> None:
 
 def test_predicted_masks_are_classes_in_bytes() -> None:
     store = store_of([LEFT, FULL, EMPTY], [LEFT, LEFT, LEFT])
-    found = torch.cat(list(predict_masks(SeesBrightness(), store.images, PLAIN, batch_size=2)))
+    found = predict_masks(SeesBrightness(), store.images, PLAIN)
     assert found.dtype == torch.uint8
     assert found.tolist() == [LEFT, FULL, EMPTY]
 
@@ -203,5 +205,6 @@ def test_the_names_of_the_figures_stay() -> None:
         "baseline_dice_per_patient",
         "loss",
         "count",
+        "intervals",
     }
     assert metrics.to_dict()["task"] == "segmentation"

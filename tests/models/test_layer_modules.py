@@ -14,7 +14,6 @@ from dpvision.errors import ArgumentError
 from dpvision.models import initialisation
 from dpvision.models.layers import (
     Norm,
-    SameMaxPool2d,
     SamePad2d,
     ScalarGain,
     SqueezeExcite,
@@ -23,7 +22,7 @@ from dpvision.models.layers import (
     norm_per_stage,
     same_padding,
 )
-from dpvision.models.nfnet import SameAvgPool2d
+from dpvision.models.nfnet import same_average_pool
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def test_same_layers_give_the_size_divided_and_rounded_up(size: int, stride: int
     expected = (math.ceil(size / stride), math.ceil((size + 1) / stride))
     for layer in (
         WSConv2d(4, 6, 3, stride=stride),
-        SameMaxPool2d(3, stride=stride),
+        nn.Sequential(SamePad2d(3, stride=stride, value=-math.inf), nn.MaxPool2d(3, stride)),
         nn.Sequential(SamePad2d(3, stride=stride), nn.Conv2d(4, 6, 3, stride=stride)),
     ):
         assert tuple(layer(x).shape[-2:]) == expected
@@ -57,8 +56,9 @@ def test_same_layers_give_the_size_divided_and_rounded_up(size: int, stride: int
 
 def test_same_pooling_ignores_the_padding() -> None:
     x = -torch.ones(1, 1, 5, 5)
-    assert torch.equal(SameMaxPool2d(3, stride=2)(x), -torch.ones(1, 1, 3, 3))
-    assert torch.equal(SameAvgPool2d()(x), -torch.ones(1, 1, 3, 3))
+    pool = nn.Sequential(SamePad2d(3, stride=2, value=-math.inf), nn.MaxPool2d(3, 2))
+    assert torch.equal(pool(x), -torch.ones(1, 1, 3, 3))
+    assert torch.equal(same_average_pool()(x), -torch.ones(1, 1, 3, 3))
 
 
 def test_standardised_filters_have_zero_mean_and_the_norm_of_their_gain() -> None:
@@ -73,7 +73,7 @@ def test_standardised_filters_have_zero_mean_and_the_norm_of_their_gain() -> Non
 
 
 def test_standardisation_follows_the_formula_even_for_tiny_filters() -> None:
-    conv = WSConv2d(3, 2, 3, gain=False, bias=False).double()
+    conv = WSConv2d(3, 2, 3, affine=()).double()
     with torch.no_grad():
         conv.weight[1].mul_(1e-4)  # var · fan_in is under 1e-4: the floor holds
     for raw, used in zip(conv.weight, conv.standardised_weight(), strict=True):
@@ -93,7 +93,7 @@ def test_a_standardised_convolution_is_a_convolution_with_its_standardised_weigh
 
 
 def test_the_switches_of_a_standardised_convolution_remove_parameters() -> None:
-    assert [name for name, _ in WSConv2d(3, 5, 3, gain=False, bias=False).named_parameters()] == ["weight"]
+    assert [name for name, _ in WSConv2d(3, 5, 3, affine=()).named_parameters()] == ["weight"]
     torch.testing.assert_close(WSConv2d(3, 5, 3, padding=0)(torch.zeros(1, 3, 8, 8)), torch.zeros(1, 5, 6, 6))
     with pytest.raises(ArgumentError, match="groups must divide"):
         WSConv2d(3, 5, 3, groups=2)

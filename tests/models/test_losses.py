@@ -20,6 +20,7 @@ from dpvision.models.losses import (
     LossName,
     MaskLoss,
     classification_loss,
+    finding_loss,
     loss_for,
     outputs_for,
     pixel_cross_entropy,
@@ -204,3 +205,32 @@ def test_batch_dice_would_break_the_bound() -> None:
     moved = float((clipped_by_hand(slice(None)) - clipped_by_hand(slice(1, None))).norm())
     assert math.isfinite(moved)
     assert moved > 1e-3 * (1 + 1e-6)
+
+
+def test_a_missing_finding_has_no_loss_and_no_gradient() -> None:
+    outputs = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([[1, 0, math.nan, 1], [math.nan] * 4, [0, 0, 1, 1]], dtype=torch.float64)
+    found = finding_loss(outputs, targets)
+    (gradient,) = torch.autograd.grad(found.sum(), outputs)
+    assert found[1] == 0
+    assert gradient[0, 2] == 0
+    assert not gradient[1].any()
+    assert gradient[2].all()
+
+
+def test_a_missing_finding_leaves_the_divisor_and_the_other_findings_alone() -> None:
+    outputs = torch.randn(1, 5, dtype=torch.float64)
+    whole = torch.tensor([[1.0, 0.0, 1.0, 0.0, 1.0]], dtype=torch.float64)
+    masked = whole.clone()
+    masked[0, 3] = math.nan
+    lost = F.binary_cross_entropy_with_logits(outputs[0, 3], whole[0, 3]) / 5
+    assert float(finding_loss(outputs, whole) - finding_loss(outputs, masked)) == pytest.approx(float(lost), rel=1e-12)
+
+
+def test_findings_are_clipped_by_row_whatever_is_missing() -> None:
+    outputs, targets = torch.randn(6, 3), (torch.rand(6, 3) > 0.5).float()
+    targets[2] = math.nan
+    together = finding_loss(outputs, targets)
+    assert all(torch.equal(together[i : i + 1], finding_loss(outputs[i : i + 1], targets[i : i + 1])) for i in range(6))
+    with pytest.raises(ArgumentError, match="rows, findings"):
+        finding_loss(outputs, targets[:, :2])

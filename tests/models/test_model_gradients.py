@@ -16,7 +16,6 @@ from dpvision.config import OptimizerSettings
 from dpvision.gradients.clipped_sum import clipped_sum
 from dpvision.gradients.ownership import parameter_owners
 from dpvision.gradients.plan import check_model, plan_for
-from dpvision.gradients.reference import clipped_sum_by_func
 from dpvision.gradients.rules import rule_for
 from dpvision.models import initialisation
 from dpvision.models.layers import WSConv2d
@@ -24,10 +23,11 @@ from dpvision.models.nfnet import F0, F3, NFNetSize, nf_resnet, nfnet
 from dpvision.models.registry import _checked
 from dpvision.models.wrn import WideResNet
 from dpvision.privacy.mechanism import Mechanism
-from dpvision.privacy.noise import privatize
+from dpvision.privacy.noise import noisy_mean
 from dpvision.privacy.optimizer import Optimizer
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import Microbatch
+from grads_reference import clipped_sum_by_func
 
 Build = Callable[[], nn.Module]
 
@@ -237,7 +237,7 @@ def test_wrn16_4_trains_privately_through_the_rules_alone() -> None:
         before = row_losses(model(x), targets).mean()
     for step in range(4):
         clipped = clipped_sum(model, row_losses, x, targets, clip_norm=1.0)
-        optimizer.step(privatize(clipped, mechanism, Keys(bytes(32), "test"), step=step))
+        optimizer.step(noisy_mean(clipped, mechanism, Keys(bytes(32), "test"), step=step))
     with torch.no_grad():
         assert row_losses(model(x), targets).mean() < 0.5 * before
     plan = plan_for(model, row_losses, Microbatch(x, targets, torch.ones(8, 1)))

@@ -124,7 +124,7 @@ def test_a_frozen_copy_computes_what_the_model_computes_in_evaluation() -> None:
         torch.testing.assert_close(ready.train()(images()), model.eval()(images()), rtol=1e-4, atol=1e-5)
     assert not rows_mix(ready)
     assert all(not name.startswith("bn1") for name, _ in ready.named_parameters())
-    assert any("FrozenAffine" in change.what for change in changes)
+    assert any("FrozenBatchNorm" in change.what for change in changes)
 
 
 def test_in_place_activations_become_ordinary_ones() -> None:

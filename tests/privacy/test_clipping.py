@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import grads_reference as reference
 from dpvision import kernels as native
 from dpvision.config import Performance
 from dpvision.errors import ArgumentError
-from dpvision.gradients import reference
-from dpvision.gradients import reference as oracle
 from dpvision.gradients.clipped_sum import clipped_sum, clipped_sum_of_batch
 from dpvision.gradients.ownership import trainable_parameters
 from dpvision.models.layers import ScalarGain, WSConv2d
@@ -109,7 +108,7 @@ def test_the_three_routes_meet(clipping: Clipping, rows_per_unit: int, clip_norm
     model = seeded(every_kind).double()
     inputs, targets = rows(5 * rows_per_unit, dtype=torch.float64)
     arguments: Any = {"clip_norm": clip_norm, "clipping": clipping, "rows_per_unit": rows_per_unit}
-    true = oracle.clipped_sum_by_loop(model, cross_entropy, inputs, targets, **arguments).gradients
+    true = reference.clipped_sum_by_loop(model, cross_entropy, inputs, targets, **arguments).gradients
     found = clipped_sum(model, cross_entropy, inputs, targets, **arguments, microbatch_size=2).gradients
     other = reference.clipped_sum_by_func(model, cross_entropy, inputs, targets, **arguments).gradients
     assert total_norm(true) > 0.1 * clip_norm
@@ -126,7 +125,7 @@ def test_every_way_to_run_it_gives_the_same_sum(
 ) -> None:
     model = seeded(every_kind)
     inputs, targets = rows(7 * rows_per_unit)
-    true = oracle.clipped_sum_by_loop(
+    true = reference.clipped_sum_by_loop(
         model, cross_entropy, inputs, targets, clip_norm=0.3, clipping=clipping, rows_per_unit=rows_per_unit
     )
     draw = PaddedDraw(inputs, targets, rows_per_unit, padding=math.nan)
@@ -142,7 +141,7 @@ def test_parameters_used_in_every_way_we_know_are_clipped_layer_by_layer(name: s
     targets = torch.linspace(0, 1, inputs.shape[0], dtype=torch.float64)
     arguments: Any = {"clip_norm": 0.1, "clipping": "per_layer", "rows_per_unit": 2}
     found = clipped_sum(model, wavy_loss, inputs, targets, **arguments, microbatch_size=2).gradients
-    true = oracle.clipped_sum_by_loop(model, wavy_loss, inputs, targets, **arguments).gradients
+    true = reference.clipped_sum_by_loop(model, wavy_loss, inputs, targets, **arguments).gradients
     assert relative_error(found, true) < 1e-10
 
 

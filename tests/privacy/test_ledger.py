@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dpvision.errors import ArgumentError, DataError, DPVisionError, PrivacyError, TamperError
-from dpvision.privacy.ledger import Ledger, charges_of, read_ledger
+from dpvision.privacy.ledger import FORMAT, MOST_KINDS, Ledger, charges_of, committed_release, read_ledger
 from dpvision.privacy.mechanism import Event
 
 HEADER = {"run_id": "r1", "privacy_unit": "example", "adjacency": "add_remove", "num_units": 1000, "delta": 1e-4}
@@ -50,7 +50,7 @@ def canonical(values: dict[str, Any]) -> bytes:
 
 
 def header(**changes: Any) -> tuple[str, dict[str, Any]]:
-    return "header", {"format": 1, **HEADER, **changes}
+    return "header", {"format": FORMAT, **HEADER, **changes}
 
 
 def charge(**changes: Any) -> tuple[str, dict[str, Any]]:
@@ -223,6 +223,63 @@ def test_an_entry_that_breaks_a_rule_is_refused_even_with_a_perfect_chain(tmp_pa
         Ledger.open(path)
 
 
+RELEASE = {"weights_sha256": "a" * 64, "config_sha256": "b" * 64, "data": {"class_names": ["x", "y"]}}
+
+
+def test_a_release_is_committed_to_once_until_the_ledger_grows(tmp_path: Path) -> None:
+    ledger = made(tmp_path / "ledger", steps=1)
+    before = ledger.length
+    ledger.commit_release(**RELEASE)
+    ledger.commit_release(**RELEASE)
+    assert ledger.length == before + 1
+    again = Ledger.open(tmp_path / "ledger")
+    again.commit_release(**RELEASE)
+    assert again.length == before + 1
+    committed = committed_release(read_ledger(tmp_path / "ledger"))
+    assert committed is not None
+    assert committed["weights_sha256"] == "a" * 64
+    again.charge(STEP, step=1)
+    assert committed_release(read_ledger(tmp_path / "ledger")) is None
+    again.commit_release(**RELEASE)
+    again.commit_release(**{**RELEASE, "data": {"class_names": ["y", "x"]}})
+    assert again.length == before + 4
+    assert charges_of(read_ledger(tmp_path / "ledger"))[-1] == (STEP, 2)
+
+
+def test_a_ledger_of_format_1_is_read_and_has_no_release(tmp_path: Path) -> None:
+    forge(tmp_path / "old", [header(format=1), charge(step=0)])
+    ledger = Ledger.open(tmp_path / "old")
+    ledger.commit_release(**RELEASE)
+    ledger.charge(STEP, step=1)
+    assert [entry.kind for entry in read_ledger(tmp_path / "old")] == ["header", "charge", "charge"]
+    digests = dict.fromkeys(("weights_sha256", "config_sha256", "data_sha256"), "a" * 64)
+    forge(tmp_path / "forged", [header(format=1), ("release", digests)])
+    with pytest.raises(TamperError, match="line 2: a ledger of format 1 has no release entries"):
+        read_ledger(tmp_path / "forged")
+
+
+def test_a_release_entry_holds_three_hashes_and_nothing_else(tmp_path: Path) -> None:
+    digests: dict[str, Any] = dict.fromkeys(("weights_sha256", "config_sha256", "data_sha256"), "a" * 64)
+    for wrong in ({**digests, "more": 1}, {**digests, "data_sha256": "a" * 63}, {"weights_sha256": "a" * 64}):
+        forge(tmp_path / "forged", [header(), ("release", wrong)])
+        with pytest.raises(TamperError, match="line 2: a release breaks its rules"):
+            read_ledger(tmp_path / "forged")
+
+
+def test_more_kinds_of_charges_than_any_run_has_are_refused(tmp_path: Path) -> None:
+    """Composing them would take verify minutes."""
+    kinds = [charge(step=step, noise_multiplier=1.5 + step) for step in range(MOST_KINDS + 1)]
+    forge(tmp_path / "most", [header(), *kinds[:-1], charge(step=MOST_KINDS, noise_multiplier=1.5)])
+    assert len(charges_of(read_ledger(tmp_path / "most"))) == MOST_KINDS
+    forge(tmp_path / "more", [header(), *kinds])
+    with pytest.raises(TamperError, match=f"more than {MOST_KINDS} kinds of releases are charged"):
+        read_ledger(tmp_path / "more")
+    ledger = Ledger.open(tmp_path / "most")
+    with pytest.raises(ArgumentError, match="kinds of releases"):
+        ledger.charge(Event(sample_rate=0.5, noise_multiplier=3.25), step=MOST_KINDS + 1)
+    assert ledger.length == MOST_KINDS + 2
+
+
 BAD_HEADERS = {
     "no delta": {"delta": 0.0},
     "delta of one": {"delta": 1.0},
@@ -231,7 +288,7 @@ BAD_HEADERS = {
     "no units": {"num_units": 0},
     "fewer than no units": {"num_units": -500},
     "a fraction of units": {"num_units": 10.5},
-    "another format": {"format": 2},
+    "another format": {"format": FORMAT + 1},
     "format as a truth value": {"format": True},
     "unknown adjacency": {"adjacency": "none"},
     "no unit": {"privacy_unit": ""},

@@ -1,4 +1,4 @@
-"""Noise as it is released, at full strength (PITFALLS 23): what ``privatize`` adds, not what a generator promises.
+"""Noise as it is released, at full strength (PITFALLS 23): what ``noisy_mean`` adds, not what a generator promises.
 
 Keys are fixed, so nothing here fails by chance; each false-alarm rate is that of the test under a fresh key. The
 million draws of the fast suite are ten million in the slow one.
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from dpvision.privacy.mechanism import Mechanism
-from dpvision.privacy.noise import privatize
+from dpvision.privacy.noise import noisy_mean
 from dpvision.privacy.randomness import Keys, WordStream
 from dpvision.privacy.values import ClippedSum
 from dpvision.training.run_fingerprint import bound_keys
@@ -32,9 +32,9 @@ BINS = 1000
 
 @functools.cache
 def released(count: int, step: int = 0, kernels: str = "native", name: str = "w") -> Normals:
-    """The noise of one release, in standard deviations: the sum is zero, and privatize does all the rest."""
+    """The noise of one release, in standard deviations: the sum is zero, and noisy_mean does all the rest."""
     sums = ClippedSum({name: torch.zeros(count, dtype=torch.float64)}, MECHANISM.clip_norm)
-    gradient = privatize(sums, MECHANISM, KEYS, step=step).gradients[name].numpy()
+    gradient = noisy_mean(sums, MECHANISM, KEYS, step=step).gradients[name].numpy()
     return gradient * MECHANISM.divisor / MECHANISM.noise_stddev
 
 
@@ -135,7 +135,7 @@ def test_noise_of_steps_parameters_and_forks_shares_nothing() -> None:
     sums = {name: torch.zeros(count, dtype=torch.float64) for name in ("w", "b", "w.0")}
     forks = [bound_keys(Keys.from_seed(5), facts, fork) for fork in range(3)]
     gradients = {
-        (step, fork): privatize(ClippedSum(sums, MECHANISM.clip_norm), MECHANISM, forks[fork], step=step).gradients
+        (step, fork): noisy_mean(ClippedSum(sums, MECHANISM.clip_norm), MECHANISM, forks[fork], step=step).gradients
         for step in range(4)
         for fork in range(3)
     }
@@ -158,7 +158,7 @@ def test_every_bit_of_the_secret_and_of_a_seed_gives_other_noise_everywhere() ->
     sums = {"w": torch.zeros(count, dtype=torch.float64)}
     clipped = [ClippedSum(sums, MECHANISM.clip_norm) for _ in range(1 + 256 + 128)]
     each = zip(clipped, (KEYS, *others, *seeds), strict=True)
-    draws = np.stack([privatize(one, MECHANISM, keys, step=0).gradients["w"].numpy() for one, keys in each])
+    draws = np.stack([noisy_mean(one, MECHANISM, keys, step=0).gradients["w"].numpy() for one, keys in each])
     assert len(np.unique(draws)) > draws.size - 30  # about 4 of 192,500 meet by chance
     correlations = np.corrcoef(draws)[np.triu_indices(len(draws), 1)]
     assert np.abs(correlations).max() < 7.5 / math.sqrt(count)  # 73,920 pairs at 6e-14: false alarm 5e-9

@@ -18,7 +18,7 @@ from dpvision import kernels
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.privacy import noise
 from dpvision.privacy.mechanism import Mechanism
-from dpvision.privacy.noise import Grid, privatize, standard_normals
+from dpvision.privacy.noise import Grid, noisy_mean, standard_normals
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import ClippedSum, groups_by_size
 
@@ -42,7 +42,7 @@ def zeros(*shape: int, clip_norm: float = 0.37, dtype: torch.dtype = torch.float
 
 
 def released(clipped: ClippedSum, mechanism: Mechanism = MECHANISM, *, keys: Keys = KEYS, step: int = 0) -> Normals:
-    return privatize(clipped, mechanism, keys, step=step).gradients["w"].double().numpy()
+    return noisy_mean(clipped, mechanism, keys, step=step).gradients["w"].double().numpy()
 
 
 def stddev_is_right(mechanism: Mechanism, *, count: int = 1_000_000) -> bool:
@@ -84,7 +84,7 @@ def test_a_sum_that_was_refused_can_still_be_released() -> None:
 def test_each_parameter_and_step_has_its_own_noise() -> None:
     sums = {"a": torch.zeros(500), "b": torch.zeros(500)}
     drawn = [
-        privatize(ClippedSum(sums, 0.37), MECHANISM, keys, step=step).gradients[name].numpy()
+        noisy_mean(ClippedSum(sums, 0.37), MECHANISM, keys, step=step).gradients[name].numpy()
         for keys in (KEYS, KEYS.bind("fork"))
         for step in (0, 1)
         for name in ("a", "b")
@@ -94,8 +94,8 @@ def test_each_parameter_and_step_has_its_own_noise() -> None:
 
 def test_noise_does_not_depend_on_the_order_of_the_parameters() -> None:
     a, b = torch.randn(40), torch.randn(3, 5)
-    one = privatize(ClippedSum({"a": a, "b": b}, 0.37), MECHANISM, KEYS, step=4).gradients
-    other = privatize(ClippedSum({"b": b, "a": a}, 0.37), MECHANISM, KEYS, step=4).gradients
+    one = noisy_mean(ClippedSum({"a": a, "b": b}, 0.37), MECHANISM, KEYS, step=4).gradients
+    other = noisy_mean(ClippedSum({"b": b, "a": a}, 0.37), MECHANISM, KEYS, step=4).gradients
     assert torch.equal(one["a"], other["a"])
     assert torch.equal(one["b"], other["b"])
 
@@ -104,7 +104,7 @@ def test_other_parameters_beside_it_change_a_parameters_noise() -> None:
     """One step released for two sets of parameters must not show the difference of two sums without noise."""
     sums = {name: torch.zeros(40) for name in "abc"}
     drawn = [
-        privatize(ClippedSum({name: sums[name] for name in names}, 0.37), MECHANISM, KEYS, step=4).gradients["a"]
+        noisy_mean(ClippedSum({name: sums[name] for name in names}, 0.37), MECHANISM, KEYS, step=4).gradients["a"]
         for names in ("a", "ab", "ac", "abc")
     ]
     assert len(torch.cat(drawn).unique()) == 4 * 40
@@ -122,7 +122,7 @@ def test_other_sizes_under_the_same_names_share_nothing() -> None:
 
 def noise_of(sizes: dict[str, int], step: int) -> dict[str, Normals]:
     sums = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
-    released = privatize(ClippedSum(sums, 0.37), MECHANISM, KEYS, step=step).gradients
+    released = noisy_mean(ClippedSum(sums, 0.37), MECHANISM, KEYS, step=step).gradients
     return {name: gradient.numpy() for name, gradient in released.items()}
 
 
@@ -182,7 +182,7 @@ def test_a_long_sum_that_is_not_finite_anywhere_is_refused(place: int) -> None:
     sums = torch.zeros(2 * noise._TOGETHER + 3, dtype=torch.float64)
     sums[place] = math.inf
     with pytest.raises(PrivacyError, match="must be finite, and is not in w:"):
-        privatize(ClippedSum({"w": sums}, 0.37, disposable=True), MECHANISM, KEYS, step=0)
+        noisy_mean(ClippedSum({"w": sums}, 0.37, disposable=True), MECHANISM, KEYS, step=0)
 
 
 def test_every_step_of_a_large_model_has_its_own_noise() -> None:
@@ -258,7 +258,7 @@ def test_release_is_bit_equal_for_every_thread_count(two_thread_counts: tuple[in
 def test_release_keeps_shape_and_dtype_and_leaves_the_sum_alone(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     sums = torch.randn(shape).to(dtype)
     before = sums.clone()
-    gradient = privatize(ClippedSum({"w": sums}, 0.37), MECHANISM, KEYS, step=0).gradients["w"]
+    gradient = noisy_mean(ClippedSum({"w": sums}, 0.37), MECHANISM, KEYS, step=0).gradients["w"]
     assert (gradient.shape, gradient.dtype) == (sums.shape, dtype)
     assert torch.equal(sums, before)
     assert torch.isfinite(gradient).all()
@@ -267,8 +267,8 @@ def test_release_keeps_shape_and_dtype_and_leaves_the_sum_alone(dtype: torch.dty
 @both_generators
 def test_a_disposable_sum_becomes_its_own_release() -> None:
     sums = {"a": torch.randn(5, 4).double(), "b": torch.randn(7)}
-    kept = privatize(ClippedSum(sums, 0.37), MECHANISM, KEYS, step=0).gradients
-    private = privatize(ClippedSum(dict(sums), 0.37, disposable=True), MECHANISM, KEYS, step=0).gradients
+    kept = noisy_mean(ClippedSum(sums, 0.37), MECHANISM, KEYS, step=0).gradients
+    private = noisy_mean(ClippedSum(dict(sums), 0.37, disposable=True), MECHANISM, KEYS, step=0).gradients
     assert all(torch.equal(private[name], kept[name]) for name in sums)
     assert private["a"] is sums["a"]  # nothing is left of the exact sum
     assert private["b"].data_ptr() != sums["b"].data_ptr()
@@ -278,7 +278,7 @@ def test_a_disposable_sum_becomes_its_own_release() -> None:
 def test_memory_order_does_not_matter() -> None:
     sums = torch.randn(4, 3, 5, 5)
     plain, last = (
-        privatize(ClippedSum({"w": tensor}, 0.37), MECHANISM, KEYS, step=0).gradients["w"]
+        noisy_mean(ClippedSum({"w": tensor}, 0.37), MECHANISM, KEYS, step=0).gradients["w"]
         for tensor in (sums, sums.to(memory_format=torch.channels_last))
     )
     assert torch.equal(plain, last)
@@ -289,7 +289,7 @@ def test_an_empty_draw_is_a_release_of_noise_alone() -> None:
 
 
 def test_a_private_gradient_knows_its_step() -> None:
-    assert privatize(zeros(2), MECHANISM, KEYS, step=17).step == 17
+    assert noisy_mean(zeros(2), MECHANISM, KEYS, step=17).step == 17
 
 
 @pytest.mark.parametrize("pairs", [1, 100, 1 << 20])
@@ -306,7 +306,7 @@ def test_releasing_in_other_pieces_gives_equal_bits(pairs: int, monkeypatch: pyt
 def test_a_sum_clipped_to_another_norm_is_refused() -> None:
     for clip_norm in (0.38, math.nextafter(0.37, 1), math.nan, 1.0):
         with pytest.raises(PrivacyError, match=r"clipped to .* but the noise is for clip_norm 0\.37"):
-            privatize(zeros(3, clip_norm=clip_norm), MECHANISM, KEYS, step=0)
+            noisy_mean(zeros(3, clip_norm=clip_norm), MECHANISM, KEYS, step=0)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -314,26 +314,26 @@ def test_a_sum_that_is_not_finite_is_refused_by_name(value: float) -> None:
     sums = torch.zeros(1000)
     sums[777] = value
     with pytest.raises(PrivacyError, match=r"must be finite, and is not in bad, worse:"):
-        privatize(ClippedSum({"good": torch.zeros(2), "bad": sums, "worse": sums}, 0.37), MECHANISM, KEYS, step=0)
+        noisy_mean(ClippedSum({"good": torch.zeros(2), "bad": sums, "worse": sums}, 0.37), MECHANISM, KEYS, step=0)
 
 
 def test_whole_numbers_are_not_a_gradient_sum() -> None:
     with pytest.raises(PrivacyError, match="floating-point"):
-        privatize(ClippedSum({"w": torch.zeros(3, dtype=torch.int64)}, 0.37), MECHANISM, KEYS, step=0)
+        noisy_mean(ClippedSum({"w": torch.zeros(3, dtype=torch.int64)}, 0.37), MECHANISM, KEYS, step=0)
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "3", None])
 def test_a_step_that_is_not_a_count_is_refused(step: object) -> None:
     with pytest.raises(ArgumentError, match="step must be a whole number >= 0"):
-        privatize(zeros(3), MECHANISM, KEYS, step=step)  # type: ignore[arg-type]
+        noisy_mean(zeros(3), MECHANISM, KEYS, step=step)  # type: ignore[arg-type]
 
 
 def test_only_a_clipped_sum_is_taken() -> None:
     with pytest.raises(PrivacyError, match="only a ClippedSum"):
-        privatize({"w": torch.zeros(3)}, MECHANISM, KEYS, step=0)  # type: ignore[arg-type]
+        noisy_mean({"w": torch.zeros(3)}, MECHANISM, KEYS, step=0)  # type: ignore[arg-type]
 
 
 def test_noise_too_small_or_large_for_a_grid_is_refused() -> None:
     for clip_norm in (1e-200, 1e200):
         with pytest.raises(ArgumentError, match="noise_stddev must lie between"):
-            privatize(zeros(3, clip_norm=clip_norm), dataclasses.replace(MECHANISM, clip_norm=clip_norm), KEYS, step=0)
+            noisy_mean(zeros(3, clip_norm=clip_norm), dataclasses.replace(MECHANISM, clip_norm=clip_norm), KEYS, step=0)

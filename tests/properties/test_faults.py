@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 import dpvision.privacy.private_step as step_module
 from dpvision.cli import app
 from dpvision.errors import DPVisionError
-from dpvision.privacy.ledger import Ledger
+from dpvision.privacy.ledger import Ledger, read_ledger
 from dpvision.release.verify import verify
 from dpvision.storage.run_folder import RunFolder
 from dpvision.training import resume_training, train
@@ -80,14 +80,14 @@ class Drawn:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: set[bytes] = set()
-        real = step_module.privatize
+        real = step_module.noisy_mean
 
         def noted(*arguments: Any, **options: Any) -> Any:
             noisy = real(*arguments, **options)
             self.seen.add(b"".join(value.numpy().tobytes() for value in noisy.gradients.values()))
             return noisy
 
-        monkeypatch.setattr(step_module, "privatize", noted)
+        monkeypatch.setattr(step_module, "noisy_mean", noted)
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +117,10 @@ def run(tmp_path: Path, alone: Path) -> Path:
 
 def end_of(run: Path) -> tuple[bytes, ...]:
     return tuple((run / "release" / name).read_bytes() for name in ("weights.safetensors", "ledger.jsonl"))
+
+
+def story_of(run: Path) -> list[tuple[str, dict[str, Any]]]:
+    return [(entry.kind, entry.payload) for entry in read_ledger(run / "release" / "ledger.jsonl")]
 
 
 def failure_of(attempt: Callable[[], Any]) -> str | None:
@@ -330,7 +334,12 @@ def test_a_signal_ends_a_run_between_two_steps_with_a_release_that_covers_them(
     assert stopped.certificate["steps_taken"] == 3
     assert verify(tmp_path / "run").ok
     assert resume_training(tmp_path / "run").outcome == "finished"
-    assert end_of(tmp_path / "run") == end_of(alone)
+    assert end_of(tmp_path / "run")[0] == end_of(alone)[0]
+    # The ledger commits to the release of the stopped run, too; otherwise it is the same.
+    early, late = story_of(tmp_path / "run"), story_of(alone)
+    assert [entry for entry in early if entry[0] != "release"] == late[:-1]
+    assert [kind for kind, _ in early].count("release") == 2
+    assert early[-1] == late[-1]
 
 
 def test_half_a_line_in_a_young_ledger_still_lets_the_run_say_what_it_spent(tmp_path: Path, pictures: Path) -> None:

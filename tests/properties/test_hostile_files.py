@@ -25,13 +25,14 @@ from dpvision.cli.train_command import build_config
 from dpvision.config import parse_config
 from dpvision.data import LoadOptions, load, load_images
 from dpvision.data.features import Features, kept_features
-from dpvision.data.mnist_cifar import MAX_MEMBERS, open_cifar
-from dpvision.data.safe_read import open_regular, require_memory
+from dpvision.data.mnist_cifar import MAX_MEMBERS, open_cifar, read_idx
+from dpvision.data.safe_read import open_regular
 from dpvision.data.units import unit_names
-from dpvision.errors import ArgumentError, DataError, DPVisionError, Problems, TamperError, brief
+from dpvision.errors import ArgumentError, DataError, DPVisionError, Problems, TamperError, brief, require_memory
 from dpvision.models import create
 from dpvision.privacy.ledger import read_ledger
 from dpvision.privacy.randomness import Keys
+from dpvision.storage.files import tensors_of
 from dpvision.storage.run_folder import RunFolder
 from dpvision.training.initial_weights import read_weights
 
@@ -136,6 +137,9 @@ def test_sixteen_bits_become_eight_over_the_whole_range(tmp_path: Path) -> None:
         (npy("'|O'", "(1,)", pickle.dumps([1])), "pickled objects"),
         (npy("'<U1'", "(1,)", b"\xff\xff\xff\x7f"), "characters that don't exist"),
         (npy("'<U1'", "(1,)", b"\x00\xd8\x00\x00"), "characters that don't exist"),
+        (npy("'<U2'", "(1,)", b"\0\0\0\0\0\0\0\1"), "characters that don't exist"),
+        (npy("'>U1'", "(1,)", b"\0\x11\0\0"), "characters that don't exist"),
+        (npy("'|u1'", f"(0, {10**30})"), "no array of numbers or texts"),
         (npy("'|u1'", "(5,)", b"abc"), "its size says otherwise"),
         (b"\x93NUMPY\x01\x00\x06\x00{\n  'a", "no header of an array"),
         (b"\x93NUMPY\x01\x00\xc8\x00" + b"(" * 200, "no header of an array"),
@@ -147,6 +151,28 @@ def test_an_array_that_lies_is_refused(tmp_path: Path, labels: bytes, message: s
     path = write_npz(tmp_path / "x.npz", {"images": good.getvalue(), "labels": labels})
     with pytest.raises(DataError, match=message):
         load(path)
+
+
+def test_texts_in_either_byte_order_are_read(tmp_path: Path) -> None:
+    for order in "<>":
+        path = tmp_path / "x.npz"
+        np.savez(path, images=np.zeros((2, 4, 4), np.uint8), labels=np.array(["a😀", "é"], f"{order}U2"))
+        assert set(load(path).train.class_names) == {"a😀", "é"}
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 0), (2, 0, 8)])
+def test_an_idx_file_of_images_without_pixels_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    header = bytes((0, 0, 8, 3)) + np.array(shape, ">u4").tobytes()
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(header)
+    with pytest.raises(DataError, match="without pixels"):
+        read_idx(tmp_path / "train-images-idx3-ubyte")
+
+
+def test_the_words_of_a_foreign_library_are_one_line() -> None:
+    header = b'{"w":{"dtype":"a\\nb","shape":[1],"data_offsets":[0,4]}}'
+    with pytest.raises(TamperError) as caught:
+        tensors_of(len(header).to_bytes(8, "little") + header + bytes(4), name="x")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("save_arrays", [np.savez, np.savez_compressed])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dpvision.privacy.ledger import Ledger
-from dpvision.privacy.private_step import Budget
+from dpvision.privacy.private_step import Privatizer
 from tools.kill_runs import experiment
 
 
@@ -39,7 +39,7 @@ def test_the_same_experiment_notices_a_charge_that_is_not_written(
             real(self, event, step=step - (step > 1), fork=fork)
 
     monkeypatch.setattr(Ledger, "charge", forgetful)
-    monkeypatch.setattr(Budget, "spent", 0)
+    monkeypatch.setattr(Privatizer, "spent", 0)
     counts = experiment(tmp_path, kills=1, steps=4, seed=7, kinds=("linear",))
     assert counts.under_reported >= 1
     assert not counts.good

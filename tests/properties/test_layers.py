@@ -12,8 +12,8 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "dpvision"
 LAYERS = (
-    ("errors",),
-    ("storage.files", "privacy.mechanism", "privacy.randomness"),
+    ("errors", "openmp"),
+    ("storage.files", "privacy.mechanism", "privacy.randomness", "own_code", "scoring"),
     ("privacy.sampling",),
     ("privacy.values", "accounting", "kernels"),
     ("config",),
@@ -100,6 +100,9 @@ def test_no_two_modules_share_a_basename() -> None:
         ".accounting",
         ".privacy.ledger",
         ".config",
+        ".openmp",
+        ".own_code",
+        ".scoring",
         ".release",
         ".release.verify",
         ".cli",

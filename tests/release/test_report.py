@@ -25,7 +25,7 @@ from dpvision.privacy.mechanism import Adjacency, Event
 from dpvision.release import report
 from dpvision.release.build import proved_profile
 from dpvision.release.charts import PREDICTION, TRUTH
-from dpvision.release.report import SPACE, figures_of, summary_lines, visible, write_report
+from dpvision.release.report import SPACE, figures_of, summary_lines, verdicts_of, visible, write_report
 from dpvision.release.run_facts import checked_certificate
 from dpvision.storage.run_folder import EXAMPLES, examples_bytes, parse_examples
 from report_fixtures import example
@@ -260,7 +260,7 @@ def test_a_received_release_is_left_as_it_is(tmp_path: Path) -> None:
         ("metrics", json.dumps({"curve": [{"step": 1}]}).encode()),
         *(
             ("metrics", json.dumps(fixtures.mask_metrics(**changes)).encode())
-            for changes in ({"dice": 1.5}, {"dice": None}, {"per_class": {"a": 0.5}}, {"per_patient": [1]})
+            for changes in ({"dice": 1.5}, {"dice": None}, {"per_class": {"a": "half"}}, {"per_patient": [1]})
         ),
         ("config", b"nonsense"),
     ],
@@ -287,16 +287,15 @@ def test_bounds_are_rounded_up_and_never_down() -> None:
     assert report.epsilon_text(0.0) == "0.000"
     assert report.bound_percent(0.05401) == f"5.5{SPACE}%"
     assert report.bound_percent(0.99999) == f"100{SPACE}%"
-    assert report.power_of_ten(1e-5) == ("1", -5)
-    assert report.power_of_ten(3.11e-6) == ("3.2", -6)
-    assert report.power_of_ten(9.99e-6) == ("1", -5)
+    assert report.power(1e-5) == report.power(9.99e-6) == "10<sup>−5</sup>"
+    assert report.power(3.11e-6) == "3.2 · 10<sup>−6</sup>"
 
 
 @given(st.floats(min_value=0, max_value=50), st.floats(min_value=1e-12, max_value=0.5))
 def test_shown_epsilon_and_delta_are_never_below_the_true_ones(epsilon: float, delta: float) -> None:
     assert float(report.epsilon_text(epsilon)) >= epsilon
-    factor, exponent = report.power_of_ten(delta)
-    assert float(f"{factor}e{exponent}") >= delta
+    factor, exponent = re.fullmatch(r"(?:(.+) · )?10<sup>−(\d+)</sup>", report.power(delta)).groups()
+    assert float(f"{factor or 1}e-{exponent}") >= delta
 
 
 def bound(**changes: Any) -> float:
@@ -509,6 +508,8 @@ def test_the_terminal_gets_accuracy_epsilon_delta_and_their_meaning() -> None:
         "epsilon   2.93  (proved upper bound, one example added or removed)",
         "delta     1e-05",
         "meaning   an attack that wrongly accuses 1 % of non-members finds at most 5.2 % of the images",
+        "guarantee in order:  yes",
+        "better than chance:  yes (98.14 %, 95 % interval 97.9 to 98.4 %; always 1: 11.35 %)",
     ]
 
 
@@ -517,8 +518,8 @@ def test_the_terminal_hears_of_missing_privacy_and_hostile_names() -> None:
     metrics["final"]["per_class"] = {"\x1b[31m": 0.1, "b": 0.2}
     lines = summary_lines(fixtures.without_privacy(), metrics)
     assert "\\x1b" in lines[1]
-    assert lines[-2:] == [
-        "epsilon   none: trained without privacy, no guarantee",
+    assert lines[2:4] == ["epsilon   none: trained without privacy, no guarantee", "guarantee in order:  no"]
+    assert lines[-1:] == [
         "NOT FOR RELEASE: trained without privacy: no guarantee",
     ]
     assert summary_lines(fixtures.certificate(), None)[0] == "accuracy  not measured: no public test data"
@@ -559,3 +560,38 @@ def test_the_terminal_gets_dice_patients_and_baseline(tmp_path: Path) -> None:
     ]
     figures = figures_of(fixtures.write_mask_run(tmp_path / "run"))
     assert (figures["dice"], figures["dice_per_patient"], figures["baseline_dice"]) == (0.7123, 0.7133, 0.5312)
+
+
+def test_a_falling_curve_and_a_useless_model_are_named_on_page_and_terminal(tmp_path: Path) -> None:
+    metrics = fixtures.metrics()
+    metrics["curve"] = [
+        {"step": 100, "epsilon": 0.9, "accuracy": 0.827},
+        {"step": 400, "epsilon": 2.9, "accuracy": 0.48},
+    ]
+    metrics["final"] = {"accuracy": 0.48, "per_class": {"a": 0.4, "b": 0.56}, "per_class_count": {"a": 100, "b": 100}}
+    text = page_of(tmp_path / "run", metrics=metrics).text
+    lines = summary_lines(fixtures.certificate(), metrics)
+    fall = "ccuracy was 82.7 % at epsilon 0.90 and ended at 48.0 %: lower --learning-rate, or train for fewer steps"
+    assert fall in text.replace("\u00a0", " ")
+    assert any(fall in line for line in lines)
+    assert "Guarantee in order: yes" in text
+    assert "Better than chance: no" in text
+    assert "better than chance:  no (48.0 %, 95 % interval 41.2 to 54.9 %; always a: 50.0 %)" in lines
+    found = verdicts_of(fixtures.certificate(), metrics)
+    assert (found["guarantee_in_order"], found["better_than_chance"]) == (True, "no")
+
+
+def test_dice_below_a_constant_mask_is_no_better_than_chance(tmp_path: Path) -> None:
+    metrics = fixtures.mask_metrics(dice=0.26, baseline_dice=0.39)
+    assert "Better than chance: no" in mask_page(tmp_path / "no", metrics=metrics).text
+    metrics = fixtures.mask_metrics(intervals={"dice": [0.52, 0.8]})
+    assert "Better than chance: cannot tell" in mask_page(tmp_path / "open", metrics=metrics).text
+    metrics = fixtures.mask_metrics(intervals={"dice": [0.6, 0.8]})
+    assert "Better than chance: yes" in mask_page(tmp_path / "yes", metrics=metrics).text
+
+
+def test_a_non_private_baseline_is_shown_where_there_is_one(tmp_path: Path) -> None:
+    metrics = fixtures.metrics(baseline={"accuracy": 0.991, "what": "the same model without noise"})
+    text = page_of(tmp_path / "run", metrics=metrics).text
+    assert "Without privacy" in text
+    assert "the same model without noise" in text

@@ -364,3 +364,9 @@ assert "torch" not in sys.modules
     arguments = [sys.executable, "-c", code, str(place / "run" / "release"), str(place / "own.pub")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_key_without_a_file_name_is_refused() -> None:
+    result = CliRunner().invoke(app, ["keygen", ""])
+    assert result.exit_code == 2
+    assert "needs the name of a file" in result.stderr

@@ -52,6 +52,7 @@ def finish(
     weights, config = weights_bytes({"weight": torch.arange(6.0)}), config or config_text()
     hashes = {"weights_sha256": sha256_hex(weights), "config_sha256": sha256_hex(config.encode())}
     facts = ReleaseFacts(**hashes, data=DATA, software={"dpvision": "0.1.0"})
+    Ledger.open(folder.ledger_path).commit_release(**hashes, data=DATA)
     certificate = build_certificate(
         ledger=read_ledger(folder.ledger_path), mechanism=mechanism, hand_seeded=hand_seeded, release=facts
     )
@@ -176,7 +177,7 @@ LIES: dict[str, tuple[Callable[[Values], Any], str]] = {
     "a point too many": (lambda v: v["curve"].append({"delta": 0.5, "epsilon": 0.0}), "curve has"),
     "another head": (put("0" * 64, "ledger", "head"), "not the known one"),
     "a shorter ledger": (put(7, "ledger", "length"), "continued after it"),
-    "a longer ledger": (put(9, "ledger", "length"), "rolled back: 8 of 9"),
+    "a longer ledger": (put(10, "ledger", "length"), "rolled back: 9 of 10"),
     "other weights": (put("0" * 64, "weights_sha256"), "weights.safetensors is not the file"),
     "other configuration": (put("0" * 64, "config_sha256"), "config.json is not the file"),
     "other format": (put(1, "format"), "format"),
@@ -295,7 +296,7 @@ def test_a_ledger_rolled_back_to_a_valid_prefix_is_named(run: Path) -> None:
 def test_a_torn_last_line_is_named(run: Path) -> None:
     path = run / "release" / "ledger.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
-    assert any("line 8: it is cut off" in problem for problem in verify(run).problems)
+    assert any("line 9: it is cut off" in problem for problem in verify(run).problems)
 
 
 def test_a_release_forged_from_a_shorter_ledger_is_named_by_whoever_has_the_checkpoints(run: Path) -> None:
@@ -305,7 +306,7 @@ def test_a_release_forged_from_a_shorter_ledger_is_named_by_whoever_has_the_chec
     finish(folder)
     assert verify(run / "release").ok
     problems = verify(run).problems
-    assert any("rolled back: 5 of 8" in problem for problem in problems)
+    assert any("rolled back: 6 of 8" in problem for problem in problems)
 
 
 def test_a_ledger_that_grew_after_the_certificate_is_named(run: Path) -> None:

@@ -15,6 +15,7 @@ from dpvision.release.model_card import model_card
 from dpvision.release.verify import verify
 from dpvision.storage.files import file_sha256, json_bytes
 from dpvision.training import train
+from forged_releases import commit_again, mend_hashes
 from tiny_runs import tiny_config, write_images
 
 Values = dict[str, Any]
@@ -44,18 +45,16 @@ def load(release: Path, name: str) -> Values:
     return json.loads((release / name).read_bytes())
 
 
-def mend_hashes(release: Path) -> None:
-    hashes = load(release, "manifest.json")
-    (release / "manifest.json").write_bytes(json_bytes({name: file_sha256(release / name) for name in hashes}))
-
-
-def forge(release: Path, name: str, change: Change, *, pages: bool = True) -> None:
-    """Change a file as somebody does who means to deceive: every hash and, unless told not to, every page fits it."""
+def forge(release: Path, name: str, change: Change, *, pages: bool = True, committed: bool = True) -> None:
+    """Change a file to deceive: every hash fits it and, unless told not to, every page and the ledger's last entry."""
     values = load(release, name)
     change(values)
     (release / name).write_bytes(json_bytes(values))
     certificate = {**load(release, "certificate.json"), "config_sha256": file_sha256(release / "config.json")}
     (release / "certificate.json").write_bytes(json_bytes(certificate))
+    if committed:
+        commit_again(release)
+    certificate = load(release, "certificate.json")
     if pages:
         card = model_card(certificate, metrics=load(release, "metrics.json"), config=load(release, "config.json"))
         (release / "certificate.md").write_text(render_certificate_page(certificate))

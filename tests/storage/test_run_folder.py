@@ -41,14 +41,12 @@ def make_run(path: Path, *, steps: int = 4) -> tuple[RunFolder, Ledger]:
     return folder, ledger
 
 
-def claim(ledger: Ledger, weights: bytes) -> dict[str, Any]:
-    """As much of a certificate as the folder looks at."""
-    return {
-        "epsilon": 1.0,
-        "ledger": ledger.mark,
-        "weights_sha256": sha256_hex(weights),
-        "config_sha256": sha256_hex(CONFIG_TEXT.encode()),
-    }
+def claim(ledger: Ledger, weights: bytes, *, committed: bool = True) -> dict[str, Any]:
+    """As much of a certificate as the folder looks at; the ledger commits to it, unless told not to."""
+    hashes = {"weights_sha256": sha256_hex(weights), "config_sha256": sha256_hex(CONFIG_TEXT.encode())}
+    if committed:
+        ledger.commit_release(**hashes, data={})
+    return {"epsilon": 1.0, "ledger": ledger.mark, **hashes, "data": {}}
 
 
 def finish(folder: RunFolder, ledger: Ledger) -> bytes:
@@ -229,7 +227,7 @@ def test_the_longer_of_checkpoint_and_certificate_counts(tmp_path: Path) -> None
     ledger.charge(STEP, step=3)
     finish(folder, ledger)
     folder.ledger_path.write_bytes(short)
-    with pytest.raises(TamperError, match="rolled back: 4 of 5"):
+    with pytest.raises(TamperError, match="rolled back: 4 of 6"):
         folder.open_ledger()
 
 
@@ -285,6 +283,9 @@ def test_a_certificate_of_a_shorter_ledger_is_never_written(tmp_path: Path) -> N
         folder.write_release(weights=weights, certificate=certificate, metrics={})
     with pytest.raises(PrivacyError, match="other weights"):
         folder.write_release(weights=b"other", certificate=claim(ledger, weights), metrics={})
+    ledger.charge(STEP, step=5)
+    with pytest.raises(PrivacyError, match="the ledger does not commit to these weights"):
+        folder.write_release(weights=weights, certificate=claim(ledger, weights, committed=False), metrics={})
     assert not (folder.release / CERTIFICATE).exists()
 
 
@@ -301,7 +302,7 @@ def test_the_certificate_is_withdrawn_before_the_ledger_grows(tmp_path: Path) ->
     assert not (folder.release / MANIFEST).exists()
     short = folder.ledger_path.read_bytes().splitlines(keepends=True)[:4]
     folder.ledger_path.write_bytes(b"".join(short))
-    with pytest.raises(TamperError, match="rolled back: 4 of 5"):
+    with pytest.raises(TamperError, match="rolled back: 4 of 6"):
         again.open_ledger()
 
 
@@ -391,15 +392,16 @@ def test_a_disk_that_can_not_be_written_is_one_line_and_leaves_whole_files(
 ) -> None:
     folder, ledger = make_run(tmp_path / "run")
     folder.save_checkpoint(1, tensors(1.0), {"ledger": ledger.mark})
-    before = files_below(tmp_path)
     weights = weights_bytes(tensors(1.0))
+    certificate = claim(ledger, weights)
+    before = files_below(tmp_path)
 
     def refuse(*arguments: Any, **options: Any) -> None:
         raise OSError(error, os.strerror(error))
 
     attempts = (
         lambda: folder.save_checkpoint(2, tensors(2.0), {"ledger": ledger.mark}),
-        lambda: folder.write_release(weights=weights, certificate=claim(ledger, weights), metrics={}),
+        lambda: folder.write_release(weights=weights, certificate=certificate, metrics={}),
         lambda: folder.write_unsafe("norms", {}),
         lambda: folder.save_key(Keys.from_seed(2), run_id="r2", bindings=[]),
         lambda: RunFolder.create(tmp_path / "other"),

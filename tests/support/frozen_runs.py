@@ -49,7 +49,7 @@ class Replay:
     def __init__(self) -> None:
         self.sums: list[dict[str, torch.Tensor]] = []
 
-    def privatize(self, clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> PrivateGrad:
+    def noisy_mean(self, clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> PrivateGrad:
         assert clipped.clip_norm == mechanism.clip_norm
         self.sums.append({name: value.clone() for name, value in clipped.gradients.items()})
         generator = torch.Generator().manual_seed(step)
@@ -62,7 +62,7 @@ def run_frozen(
 ) -> tuple[Replay, Recorder, Path]:
     """A run with fixed keys (not bound to the data, so that neighbours share them) and a frozen noisy output."""
     replay, recorder = Replay(), Recorder()
-    monkeypatch.setattr(step_module, "privatize", replay.privatize)
+    monkeypatch.setattr(step_module, "noisy_mean", replay.noisy_mean)
     bound: Callable[..., dict[str, str]] = binding_module.current_binding
 
     def without_data(**facts: str) -> dict[str, str]:

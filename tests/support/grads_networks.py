@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dpvision.gradients import reference
+import grads_reference as reference
 from dpvision.gradients.clipped_sum import clipped_sum
 from dpvision.gradients.ownership import OwnershipOverrides
 from dpvision.gradients.plan import plan_for

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpvision.config import OptimizerSettings
 from dpvision.privacy.mechanism import Mechanism
-from dpvision.privacy.noise import privatize
+from dpvision.privacy.noise import noisy_mean
 from dpvision.privacy.optimizer import Optimizer
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import ClippedSum, OrdinaryGrad, PrivateGrad
@@ -68,7 +68,7 @@ def private_grad(model: Net, step: int) -> PrivateGrad:
 
 @functools.cache  # the gradients depend on names and shapes alone
 def _private_grad(dtype: torch.dtype, step: int) -> PrivateGrad:
-    return privatize(ClippedSum(gradients(Net(dtype=dtype), step), 1.0), MECHANISM, KEYS, step=step)
+    return noisy_mean(ClippedSum(gradients(Net(dtype=dtype), step), 1.0), MECHANISM, KEYS, step=step)
 
 
 def ordinary_grad(model: nn.Module, step: int) -> OrdinaryGrad:

@@ -18,7 +18,7 @@ from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.gradients.clipped_sum import clipped_sum_of_batch
 from dpvision.privacy.ledger import read_ledger
 from dpvision.privacy.mechanism import CLIPPINGS, Clipping, Mechanism
-from dpvision.privacy.noise import privatize
+from dpvision.privacy.noise import noisy_mean
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import ClippedSum
 from dpvision.release.build import build_certificate
@@ -63,7 +63,7 @@ def test_neither_style_nor_divisor_changes_what_a_step_costs_or_how_loud_its_noi
 
 def released(mechanism: Mechanism, sums: Tensor) -> np.ndarray[Any, Any]:
     clipped = ClippedSum({"w": sums}, mechanism.clip_norm)
-    return privatize(clipped, mechanism, Keys.from_seed(3), step=0).gradients["w"].numpy()
+    return noisy_mean(clipped, mechanism, Keys.from_seed(3), step=0).gradients["w"].numpy()
 
 
 def test_unit_norm_divides_sum_and_noise_by_the_clip_norm_and_nothing_else() -> None:
@@ -125,13 +125,13 @@ def test_the_style_reaches_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def watched(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> Any:
         lengths.setdefault(mechanism.clipping, total_norm(clipped.gradients))
-        return privatize(clipped, mechanism, keys, step=step)
+        return noisy_mean(clipped, mechanism, keys, step=step)
 
     def watched_sum(*arguments: Any, clipping: Clipping, **others: Any) -> ClippedSum:
         asked.append(clipping)
         return clipped_sum_of_batch(*arguments, clipping=clipping, **others)
 
-    monkeypatch.setattr("dpvision.privacy.private_step.privatize", watched)
+    monkeypatch.setattr("dpvision.privacy.private_step.noisy_mean", watched)
     monkeypatch.setattr("dpvision.privacy.private_step.clipped_sum_of_batch", watched_sum)
     pictures = write_images(tmp_path / "pictures.npz")
     for clipping in CLIPPINGS:

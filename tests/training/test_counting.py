@@ -112,3 +112,27 @@ def test_the_count_is_told_only_once_it_is_charged(
     assert "no space is left" in done.output
     assert "num_units" not in done.output
     assert not (tmp_path / "run" / "release" / "config.json").exists()
+
+
+@pytest.mark.parametrize("units", [60, 6_000])
+def test_a_plan_that_needs_little_noise_is_not_refused_by_its_count(units: int, tmp_path: Path) -> None:
+    pictures = write_images(tmp_path / "many.npz", train=units)
+    privacy = {"delta": 0.01, "expected_batch_size": 1.0, "steps": 1, "target_epsilon": 3.0}
+    config = prepare(config_of(pictures, privacy=privacy), Keys.from_seed(0)).config
+    assert config.privacy.noise_multiplier is not None
+    assert config.privacy.noise_multiplier >= 0.01
+
+
+@pytest.mark.parametrize(
+    ("privacy", "message"),
+    [
+        ({"expected_batch_size": 1e-9}, "expected_batch_size must lie between"),
+        ({"delta": 1e-300}, "delta must be >"),
+        ({"count_noise_multiplier": 0.1}, "extra charges"),
+    ],
+)
+def test_impossible_plans_are_refused_before_the_count(
+    privacy: dict[str, Any], message: str, pictures: Path, nobody_counts: None
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        prepare(config_of(pictures, privacy=privacy), Keys.from_seed(0))

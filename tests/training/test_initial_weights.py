@@ -294,13 +294,13 @@ class Recorded(RunCallback):
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.noisy: dict[int, set[str]] = {}
-        original = step_module.privatize
+        original = step_module.noisy_mean
 
         def watched(clipped: Any, *arguments: Any, step: int) -> Any:
             self.noisy[step] = set(clipped.gradients)
             return original(clipped, *arguments, step=step)
 
-        monkeypatch.setattr(step_module, "privatize", watched)
+        monkeypatch.setattr(step_module, "noisy_mean", watched)
 
 
 def test_a_private_head_on_public_weights(

@@ -85,22 +85,24 @@ def rewrite_ledger(run: Path, hidden: object) -> None:
         if entry.kind == "charge":
             facts = {name: payload[name] for name in ("sample_rate", "noise_multiplier", "purpose")}
             ledger.charge(Event(**facts), step=payload["step"], fork=payload["fork"])
-        elif payload.get("what") != HISTORY:
+        elif entry.kind != "release" and payload.get("what") != HISTORY:
             ledger.note(entry.kind, payload)
-        elif digest is not None:
+        elif entry.kind != "release" and digest is not None:
             ledger.note("declare", {"what": HISTORY, "how": f"SHA-256 {digest}"})
     notes = [{"what": HISTORY, "how": f"SHA-256 {digest}"}] if digest is not None else []
 
     def change(values: dict[str, Any]) -> None:
         kept = [item for item in values["declared"] if item["what"] != HISTORY]
-        values.update(declared=kept + notes, ledger=ledger.mark)
+        values.update(declared=kept + notes)
+        ledger.commit_release(**{name: values[name] for name in ("weights_sha256", "config_sha256", "data")})
+        values["ledger"] = ledger.mark
 
     edit_release(run, change)
     hashes = json.loads((run / "release" / "manifest.json").read_text())
     hashes["ledger.jsonl"] = file_sha256(path)
     (run / "release" / "manifest.json").write_bytes(json_bytes(hashes))
-    for checkpoint in (run / "private" / "checkpoints").iterdir():
-        checkpoint.unlink()
+    for mark in (*(run / "private" / "checkpoints").iterdir(), run / "private" / "released-ledger.json"):
+        mark.unlink()
 
 
 def nested(runs: int) -> dict[str, Any] | None:

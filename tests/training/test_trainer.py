@@ -66,14 +66,14 @@ def test_two_runs_from_os_entropy_share_no_noise(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noise: list[torch.Tensor] = []
-    original = step_module.privatize
+    original = step_module.noisy_mean
 
     def watched(clipped: Any, mechanism: Any, keys: Any, *, step: int) -> Any:
         zeros = type(clipped)({n: torch.zeros_like(g) for n, g in clipped.gradients.items()}, clipped.clip_norm)
         noise.append(torch.cat([g.flatten() for g in original(zeros, mechanism, keys, step=step).gradients.values()]))
         return original(clipped, mechanism, keys, step=step)
 
-    monkeypatch.setattr(step_module, "privatize", watched)
+    monkeypatch.setattr(step_module, "noisy_mean", watched)
     for name in ("a", "b"):
         train(tiny_config(pictures), run=tmp_path / name)
     draws = torch.stack(noise)
@@ -112,13 +112,13 @@ def test_an_interrupted_run_equals_an_uninterrupted_run(tmp_path: Path, pictures
 def test_the_charge_is_on_disk_before_the_noise_is_drawn(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, seen = step_module.privatize, []
+    original, seen = step_module.noisy_mean, []
 
     def watched(*arguments: Any, step: int) -> Any:
         seen.append((step, training_charges(tmp_path / "run")))
         return original(*arguments, step=step)
 
-    monkeypatch.setattr(step_module, "privatize", watched)
+    monkeypatch.setattr(step_module, "noisy_mean", watched)
     train(tiny_config(pictures), run=tmp_path / "run")
     assert seen == [(step, step + 1) for step in range(12)]
 
@@ -326,7 +326,7 @@ def test_a_changed_picture_gives_other_noise_and_is_charged_again(tmp_path: Path
 def test_a_fork_shares_no_noise_with_the_run_it_left(
     tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, noise = step_module.privatize, {}
+    original, noise = step_module.noisy_mean, {}
 
     def watched(clipped: Any, mechanism: Any, keys: Any, *, step: int) -> Any:
         sums = dict(clipped.gradients)
@@ -336,7 +336,7 @@ def test_a_fork_shares_no_noise_with_the_run_it_left(
         noise.setdefault(step, []).append((private.gradients[name] - exact).double())
         return private
 
-    monkeypatch.setattr(step_module, "privatize", watched)
+    monkeypatch.setattr(step_module, "noisy_mean", watched)
     interrupt_run(tmp_path / "run", tiny_config(pictures), after=7)
     write_images(pictures, extra=synthetic_images(1)[0][0])
     resume_training(tmp_path / "run", allow_fork=True)

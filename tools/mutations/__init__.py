@@ -12,6 +12,7 @@ from tools.mutations.hostile import HOSTILE
 from tools.mutations.masks import MASKS
 from tools.mutations.mutation import Mutation
 from tools.mutations.native import NATIVE
+from tools.mutations.own_code import OWN_CODE
 from tools.mutations.records import LEDGER
 from tools.mutations.reproduce import REPRODUCE
 from tools.mutations.step import DATA, NOISE, OPTIMIZERS
@@ -35,6 +36,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *TRAINING,
     *TRANSFER,
     *TRUST,
+    *OWN_CODE,
     *VIEWS,
     *MASKS,
     *FAULTS,

@@ -65,7 +65,11 @@ GRADIENTS = (
     *mutations(
         "gradients/test_separability",
         "gradients/separability.py",
-        ("targets are never varied", "theirs.copy_(1 - theirs if", "theirs.copy_(theirs if True else 1 - theirs if"),
+        (
+            "targets are never varied",
+            "targets[mine] = 1 - theirs if",
+            "targets[mine] = theirs if True else 1 - theirs if",
+        ),
     ),
     *mutations(
         "gradients/test_separability",

@@ -130,7 +130,6 @@ NATIVE = (
     *mutations(
         "kernels/test_conv_gradients",
         "gradients/rules/convolution.py",
-        ("windows with gaps are read without them", " or set(geometry.dilation) != {1}", ""),
         ("tiny gradients have no norm", "self._squares_U + underflow(formed_UOD.flatten(1))", "self._squares_U"),
     ),
     *mutations(

@@ -59,6 +59,16 @@ LEDGER = (
             '    if False:\n        raise TamperError(f"{path}, line',
         ),
         ("a second writer is not noticed", "    if size != expected_size:", "    if False:"),
+        (
+            "a ledger may have any number of kinds of charges",
+            "event in self._counts or len(self._counts) < MOST_KINDS",
+            "event in self._counts or len(self._counts) >= 0",
+        ),
+        (
+            "an old commitment counts after further charges",
+            "        self.released = None\n        if self.header is None:",
+            "        if self.header is None:",
+        ),
         ("half a line counts as written", "    if written != len(line):", "    if False:"),
         ("the certificate outlives its ledger", "            self._before_growth()\n", ""),
         (
@@ -241,6 +251,49 @@ LEDGER = (
         "release/test_verify",
         "release/verify.py",
         ("a reformatted certificate passes", "    if _rewritten(values) != content:", "    if False:"),
+    ),
+    *mutations(
+        "release/test_commitment",
+        "release/verify.py",
+        (
+            "what the ledger commits to is not compared",
+            "        same = claimed[name] == committed[name]\n",
+            "        same = True\n",
+        ),
+        (
+            "class names and image shape are not compared with the ledger",
+            '    "data_sha256": "facts about the data (class names, image shape)",\n',
+            "",
+        ),
+        ("a ledger without commitment passes", "    if committed is None:\n", "    if False:\n"),
+        (
+            "an older certificate escapes the commitment",
+            '    if header["format"] < COMMITTING_FORMAT:',
+            "    if certificate.format < 4:",
+        ),
+        (
+            "an empty folder passes",
+            "    for folder in empty_folders(release):",
+            "    for folder in ():",
+        ),
+    ),
+    *mutations(
+        "release/test_commitment",
+        "storage/run_folder.py",
+        (
+            "the owner keeps no mark of the release",
+            "CERTIFICATE, self._withdrawn, self._released):",
+            "CERTIFICATE, self._withdrawn):",
+        ),
+    ),
+    *mutations(
+        "storage/test_run_folder",
+        "storage/run_folder.py",
+        (
+            "a release is written without commitment",
+            "committed_release(entries) != released:",
+            "False:",
+        ),
     ),
     *mutations(
         "storage/test_run_folder",

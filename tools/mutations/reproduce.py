@@ -63,8 +63,8 @@ REPRODUCE = (
         "cli/plan_command.py",
         (
             "the search's cost is rounded to the nearest",
-            "{rounded_up(figures['search']['epsilon'])} by itself",
-            "{figures['search']['epsilon']:.4g} by itself",
+            "{rounded_up(values['search']['epsilon'])} by itself",
+            "{values['search']['epsilon']:.4g} by itself",
         ),
         (
             "a scaled epsilon is rounded to the nearest",
@@ -72,14 +72,9 @@ REPRODUCE = (
             "_short(v)",
         ),
         (
-            "a plan's epsilon is rounded to the nearest",
-            "rounded_up(row.guarantee.epsilon)",
-            "_short(row.guarantee.epsilon)",
-        ),
-        (
             "papers are counted by add_remove always",
-            "delta=setting.delta, adjacency=adjacency)",
-            "delta=setting.delta)",
+            "replace(each.mechanism, adjacency=spent.adjacency)",
+            "each.mechanism",
         ),
     ),
     *mutations(

@@ -164,7 +164,7 @@ DATA = (
             "sample_rate=mechanism.expected_batch_size / max(1, store.num_units), keys",
         ),
         ("rows of a unit are summed", "(there_UR / count_U).astype(np.float32)", "there_UR.astype(np.float32)"),
-        ("padding shows somebody's picture", "    if len(absent):", "    if False:"),
+        ("padding shows an image", "    if len(absent):", "    if False:"),
     ),
     *mutations(
         "data/test_normalisation",

@@ -8,7 +8,7 @@ TRAINING = (
     *mutations(
         "training/test_trainer properties/test_replay",
         "privacy/private_step.py",
-        ("noise before the charge", "    budget.charge(batch.sampling, step=step)\n", ""),
+        ("noise before the charge", "    privatizer.charge(batch.sampling, step=step)\n", ""),
     ),
     *mutations(
         "training/test_trainer properties/test_replay",
@@ -66,6 +66,31 @@ TRAINING = (
         "privacy/private_step.py",
         ("any sampler passes", '    if sampling.method != "poisson":', "    if False:"),
         ("any rate passes", "    if sampling.sample_rate != mechanism.sample_rate:", "    if False:"),
+        ("a step is released without a charge", "if self._charged is None or step != self._charged:", "if False:"),
+        ("a charged step is released twice", "        self._charged = None  # also", "        # also"),
+        (
+            "a step is charged and released again",
+            "step <= self._last_charged or (known and not self._replays)",
+            "False",
+        ),
+        ("fresh keys replay a charged step", "replays and keys is not None", "replays"),
+    ),
+    *mutations(
+        "training/test_own_loop",
+        "training/own_loop.py",
+        (
+            "a batch is used twice",
+            "        if batch.step != self.steps_taken:\n            raise",
+            "        if False:\n            raise",
+        ),
+        ("a batch of another run passes", "or not batch.belongs_to(self)", ""),
+        ("batches may be passed over", "            if self.steps_taken == step:", "            if False:"),
+    ),
+    *mutations(
+        "training/test_own_loop",
+        "privacy/torch_optimizer.py",
+        ("an optimizer step outside passes", "        if not self._inside:", "        if False:"),
+        ("leftover gradients pass", "        if filled:", "        if False:"),
     ),
     *mutations(
         "privacy/test_values",

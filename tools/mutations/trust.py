@@ -305,7 +305,17 @@ TRUST: tuple[Mutation, ...] = (
     *mutations(
         "training/test_counting",
         "training/prepare.py",
-        ("a refusal tells the count", "    require_plan_for_any_count(config)\n", ""),
+        (
+            "a refusal tells the count",
+            '    require_plan_for_any_count(_updated(config, "privacy", {"count_noise_multiplier": noise}))\n',
+            "",
+        ),
+        ("a plan is refused after the count", '    calibrate(_updated(config, "privacy", worst))\n', ""),
+        (
+            "little noise is refused by the count",
+            "refuse_little_noise=not count_charges(config)",
+            "refuse_little_noise=True",
+        ),
     ),
     *mutations(
         "training/test_counting",

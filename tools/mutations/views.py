@@ -26,19 +26,19 @@ VIEWS = (
         ),
         (
             "views are summed instead of averaged",
-            "    there_UR = np.repeat(rows_UR != NO_ROW, views, axis=1)\n    count_U = np.maximum(there_UR.sum(axis=1, keepdims=True), 1)\n",
-            "    count_U = np.maximum((rows_UR != NO_ROW).sum(axis=1, keepdims=True), 1)\n    there_UR = np.repeat(rows_UR != NO_ROW, views, axis=1)\n",
+            "count_U = np.maximum(there_UR.sum(axis=1, keepdims=True), 1)",
+            "count_U = np.maximum((rows_UR != NO_ROW).sum(axis=1, keepdims=True), 1)",
         ),
         (
             "padding keeps images",
-            "blank_absent(inputs, targets, np.repeat(rows, self.views.count))",
-            "blank_absent(inputs, targets, rows)",
+            "absent = torch.from_numpy(np.flatnonzero(~there_UR))",
+            "absent = torch.from_numpy(np.flatnonzero(rows_UR == NO_ROW))",
         ),
-        ("views carry labels of others", ".repeat_interleave(self.views.count, dim=0)", ".repeat(self.views.count)"),
+        ("views carry labels of others", ".repeat_interleave(self._views.count, dim=0)", ".repeat(self._views.count)"),
         (
             "each view is a unit of its own",
-            "        return Microbatch(inputs, targets, weights)\n",
-            "        return Microbatch(inputs, targets, weights.view(-1, 1) * self.views.count)\n",
+            "    return Microbatch(inputs, targets, weights_UR)\n",
+            "    return Microbatch(inputs, targets, weights_UR.view(-1, 1) * copies)\n",
         ),
     ),
     *mutations(

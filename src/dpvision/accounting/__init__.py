@@ -7,7 +7,7 @@ hyper-parameter searches; ``tradeoff`` bounds attacks.
 
 from __future__ import annotations
 
-from dpvision.accounting.budget_plan import PlanRow, plan, scaled, steps_for_epochs
+from dpvision.accounting.budget_plan import PlanRow, effective_noise, plan, scaled, steps_for_epochs
 from dpvision.accounting.calibrate import calibrate_expected_batch_size, calibrate_noise_multiplier, calibrate_steps
 from dpvision.accounting.charges import Charges
 from dpvision.accounting.epsilon import Accountant, EpsilonMeter, guarantee, mechanism_guarantee
@@ -16,7 +16,6 @@ from dpvision.accounting.selection import STOPPINGS, Stopping, all_trials, best_
 from dpvision.accounting.tradeoff import (
     CURVE_DELTAS,
     DISPLAY_RATE,
-    GaussianDP,
     Profile,
     balanced_accuracy_bound,
     cautions,
@@ -35,7 +34,6 @@ __all__ = [
     "Accountant",
     "Charges",
     "EpsilonMeter",
-    "GaussianDP",
     "PlanRow",
     "Profile",
     "Stopping",
@@ -47,6 +45,7 @@ __all__ = [
     "calibrate_steps",
     "cautions",
     "describe",
+    "effective_noise",
     "full_profile",
     "gaussian_dp",
     "guarantee",

@@ -15,9 +15,9 @@ from typing import TypedDict, final
 
 from dpvision.accounting.calibrate import calibrate_noise_multiplier
 from dpvision.accounting.charges import Charges
-from dpvision.accounting.epsilon import guarantee
-from dpvision.errors import ArgumentError, Problems
-from dpvision.privacy.mechanism import Adjacency, Event, Guarantee, Mechanism
+from dpvision.accounting.epsilon import mechanism_guarantee
+from dpvision.errors import LARGEST_COUNT, ArgumentError, Problems
+from dpvision.privacy.mechanism import Adjacency, Guarantee, Mechanism
 
 DEFAULT_EPOCHS = (10.0, 30.0, 100.0)
 ENOUGH = 1.1
@@ -32,42 +32,29 @@ class PlanRow:
     ``full_batch_noise`` is the effective noise if every unit joined each of these steps: the limit of larger batches.
     """
 
-    num_units: int
-    expected_batch_size: float
-    steps: int
-    noise_multiplier: float
+    mechanism: Mechanism
     guarantee: Guarantee
     full_batch_noise: float
 
     @property
-    def sample_rate(self) -> float:
-        """Probability with which each unit joins a step."""
-        return self.expected_batch_size / self.num_units
-
-    @property
-    def epochs(self) -> float:
-        """Expected passes over the data."""
-        return self.steps * self.sample_rate
-
-    @property
-    def effective_noise(self) -> float:
-        """Noise on the mean gradient, in units of the clip norm: ``noise_multiplier / expected_batch_size``."""
-        return self.noise_multiplier / self.expected_batch_size
-
-    @property
     def signal(self) -> float:
         """Signal over noise of all steps: √steps · sample_rate / noise_multiplier. TAN keeps it constant."""
-        return math.sqrt(self.steps) * self.sample_rate / self.noise_multiplier
+        return math.sqrt(self.mechanism.steps) * self.mechanism.sample_rate / self.mechanism.noise_multiplier
 
     @property
     def excess_noise(self) -> float:
         """Effective noise divided by that of a full batch, at equal steps and epsilon."""
-        return self.effective_noise / self.full_batch_noise
+        return effective_noise(self.mechanism) / self.full_batch_noise
 
     @property
     def batch_is_enough(self) -> bool:
         """Whether a larger batch would gain less than 10 % at these steps."""
         return self.excess_noise <= ENOUGH
+
+
+def effective_noise(mechanism: Mechanism) -> float:
+    """Noise on the mean gradient, in units of the clip norm: ``noise_multiplier / expected_batch_size``."""
+    return mechanism.noise_multiplier / mechanism.expected_batch_size
 
 
 class _Budget(TypedDict):
@@ -109,12 +96,23 @@ def plan(
     Guarantee:
         No row exceeds ``target_epsilon``.
     """
-    batches = tuple(expected_batch_sizes) or default_batch_sizes(num_units)
-    _check_lists(num_units, batches, epochs, steps)
+    if epochs and steps:
+        raise ArgumentError("plan takes epochs or steps, got both. Leave one of them out.")
+    batches, epochs = tuple(expected_batch_sizes) or default_batch_sizes(num_units), epochs or DEFAULT_EPOCHS
+    problems = Problems().count("num_units", num_units)
+    for name, values in (("expected_batch_size", batches), ("epochs", epochs)):
+        for value in values:
+            problems.positive(name, value)
+    for count in steps:
+        problems.count("steps", count)
+    problems.raise_if_any()
     budget: _Budget = {"target_epsilon": target_epsilon, "delta": delta, "adjacency": adjacency, "extra": extra}
     whole: float | None = None
     for batch in batches:
-        for count in steps or _steps_of(epochs or DEFAULT_EPOCHS, num_units, batch):
+        lengths = steps or [
+            steps_for_epochs(passes, num_units=num_units, expected_batch_size=batch) for passes in epochs
+        ]
+        for count in lengths:
             noise = calibrate_noise_multiplier(num_units=num_units, expected_batch_size=batch, steps=count, **budget)
             if whole is None:
                 # Without sampling, many Gaussian releases are one: noise grows with the root of their number, exactly.
@@ -122,19 +120,19 @@ def plan(
                     num_units=num_units, expected_batch_size=num_units, steps=count, **budget
                 )
                 whole = of_all / math.sqrt(count)
-            event = Event(sample_rate=batch / num_units, noise_multiplier=noise)
-            yield PlanRow(
+            mechanism = Mechanism(
                 num_units=num_units,
                 expected_batch_size=batch,
-                steps=count,
+                clip_norm=1.0,  # it has no part in the accounting
                 noise_multiplier=noise,
-                guarantee=guarantee([(event, count), *extra], delta=delta, adjacency=adjacency),
+                steps=count,
+                adjacency=adjacency,
+            )
+            yield PlanRow(
+                mechanism=mechanism,
+                guarantee=mechanism_guarantee(mechanism, delta=delta, extra=extra),
                 full_batch_noise=whole * math.sqrt(count) / num_units,
             )
-
-
-def _steps_of(epochs: Sequence[float], num_units: int, batch: float) -> list[int]:
-    return [steps_for_epochs(passes, num_units=num_units, expected_batch_size=batch) for passes in epochs]
 
 
 def steps_for_epochs(epochs: float, *, num_units: int, expected_batch_size: float) -> int:
@@ -157,30 +155,17 @@ def steps_for_epochs(epochs: float, *, num_units: int, expected_batch_size: floa
     problems.positive("expected_batch_size", expected_batch_size)
     problems.raise_if_any()
     # The factor keeps 0.1 * 3 epochs from becoming one step more than 0.3.
-    return max(1, math.ceil(epochs * num_units / expected_batch_size * (1 - 1e-12)))
+    steps = epochs * (num_units / expected_batch_size) * (1 - 1e-12)
+    if not steps <= LARGEST_COUNT:
+        raise ArgumentError(f"epochs must make at most {LARGEST_COUNT} steps, got {epochs:g}. Lower epochs.")
+    return max(1, math.ceil(steps))
 
 
 def default_batch_sizes(num_units: int) -> tuple[float, ...]:
     """Return powers of four from about 1/256 of the units to half of them: 256, 1024, 4096, 16384 for 50000."""
-    problems = Problems()
-    problems.count("num_units", num_units)
-    problems.raise_if_any()
+    Problems().count("num_units", num_units).raise_if_any()
     sizes = [float(4**power) for power in range(2, 16) if num_units / 256 <= 4**power <= num_units / 2]
     return tuple(sizes) or (float(num_units),)
-
-
-def _check_lists(num_units: int, batches: Sequence[float], epochs: Sequence[float], steps: Sequence[int]) -> None:
-    problems = Problems()
-    problems.count("num_units", num_units)
-    for batch in batches:
-        problems.positive("expected_batch_size", batch)
-    for passes in epochs:
-        problems.positive("epochs", passes)
-    for count in steps:
-        problems.count("steps", count)
-    problems.raise_if_any()
-    if epochs and steps:
-        raise ArgumentError("plan takes epochs or steps, got both. Leave one of them out.")
 
 
 def scaled(mechanism: Mechanism, *, by: float) -> Mechanism:
@@ -199,9 +184,7 @@ def scaled(mechanism: Mechanism, *, by: float) -> Mechanism:
     Guarantee:
         None carries over from ``mechanism``. The result has its own epsilon, which is very large for small batches.
     """
-    problems = Problems()
-    problems.positive("by", by)
-    problems.raise_if_any()
+    Problems().positive("by", by).raise_if_any()
     return replace(
         mechanism,
         expected_batch_size=mechanism.expected_batch_size * by,

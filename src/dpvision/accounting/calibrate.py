@@ -9,6 +9,7 @@ accountant, so neither the guess nor the root finder can affect the guarantee.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +18,15 @@ from typing import cast, final
 
 from scipy.optimize import brentq
 
-from dpvision.accounting.charges import LARGEST_NOISE, SMALLEST_RATE, Charges, check_delta_and_adjacency, check_request
+from dpvision.accounting.charges import (
+    LARGEST_NOISE,
+    SMALLEST_RATE,
+    Charges,
+    check_delta_and_adjacency,
+    check_noise,
+    check_rate,
+    check_request,
+)
 from dpvision.accounting.pld import most_steps, pld_epsilon
 from dpvision.errors import ArgumentError, Problems
 from dpvision.privacy.mechanism import Adjacency, Event, rounded_up
@@ -131,6 +140,7 @@ def calibrate_noise_multiplier(
     delta: float,
     adjacency: Adjacency = "add_remove",
     extra: Charges = (),
+    refuse_little_noise: bool = True,
 ) -> float:
     """Find the smallest noise multiplier of five significant digits that meets the target.
 
@@ -142,6 +152,8 @@ def calibrate_noise_multiplier(
         delta: The delta of the guarantee, in (0, 1).
         adjacency: Which datasets are neighbours.
         extra: Further releases that the same budget pays for.
+        refuse_little_noise: Refuse a target that hardly needs noise; otherwise the smallest useful noise multiplier
+            (0.01) is returned for it.
 
     Returns:
         Standard deviation of the noise on the sum, divided by the clip norm.
@@ -170,7 +182,7 @@ def calibrate_noise_multiplier(
             f"target_epsilon {target_epsilon} at delta {delta} can't be met with any noise_multiplier "
             f"up to {LARGEST_NOISE:g}. Raise target_epsilon or delta, or lower the extra charges."
         )
-    if noise <= SMALLEST_USEFUL_NOISE * 1.001:
+    if refuse_little_noise and noise <= SMALLEST_USEFUL_NOISE * 1.001:
         raise ArgumentError(
             f"target_epsilon {target_epsilon} at delta {delta} is met with next to no noise "
             f"(noise_multiplier {noise:g}): such a guarantee has no value. Lower target_epsilon or delta."
@@ -211,7 +223,7 @@ def calibrate_steps(
     budget = _Budget(target_epsilon=target_epsilon, delta=delta, adjacency=adjacency, extra=tuple(extra))
     problems = budget.problems()
     rate = _check_batch(problems, num_units, expected_batch_size)
-    problems.positive("noise_multiplier", noise_multiplier)
+    check_noise(problems, noise_multiplier)
     problems.raise_if_any()
     event = Event(sample_rate=rate, noise_multiplier=noise_multiplier)
     budget.require_room()
@@ -270,7 +282,7 @@ def calibrate_expected_batch_size(
     budget = _Budget(target_epsilon=target_epsilon, delta=delta, adjacency=adjacency, extra=tuple(extra))
     problems = budget.problems()
     problems.count("num_units", num_units)
-    problems.positive("noise_multiplier", noise_multiplier)
+    check_noise(problems, noise_multiplier)
     problems.count("steps", steps)
     problems.raise_if_any()
     budget.require_room()
@@ -332,7 +344,8 @@ class _Budget:
     def shift(self) -> float:
         """Estimate the shift mu of one Gaussian release with this epsilon, from epsilon = mu²/2 + mu z. For guesses."""
         z = max(0.5, -NormalDist().inv_cdf(self.delta))
-        return 2 * self.target_epsilon / (math.sqrt(z * z + 2 * self.target_epsilon) + z)
+        shift = 2 * self.target_epsilon / (math.sqrt(z * z + 2 * self.target_epsilon) + z)
+        return max(shift, sys.float_info.min)  # its logarithm is taken
 
 
 def _check_batch(problems: Problems, num_units: int, expected_batch_size: float) -> float:
@@ -344,7 +357,10 @@ def _check_batch(problems: Problems, num_units: int, expected_batch_size: float)
         f"sample_rate must be <= 1, got {expected_batch_size} / {num_units} "
         f"(expected_batch_size={expected_batch_size}, num_units={num_units}). Lower expected_batch_size.",
     )
-    return expected_batch_size / num_units if num_units > 0 else math.nan
+    rate = expected_batch_size / num_units if num_units > 0 else math.nan
+    if rate >= 0 and expected_batch_size > 0:
+        check_rate(problems, rate)
+    return rate
 
 
 def _log_clt_precision(rate: float, noise_multiplier: float) -> float:

@@ -34,17 +34,27 @@ def check_request(charges: Charges, *, delta: float, adjacency: Adjacency) -> No
     check_delta_and_adjacency(problems, delta=delta, adjacency=adjacency)
     for event, count in charges:
         problems.count(f"the count of {event.purpose!r}", count, least=0)
-        problems.require(
-            SMALLEST_NOISE <= event.noise_multiplier <= LARGEST_NOISE,
-            f"noise_multiplier must lie between {SMALLEST_NOISE:g} and {LARGEST_NOISE:g}, "
-            f"got {event.noise_multiplier} ({event.purpose}): no accountant is exact beyond.",
-        )
-        problems.require(
-            event.sample_rate >= SMALLEST_RATE,
-            f"sample_rate must be >= {SMALLEST_RATE:g}, got {event.sample_rate} ({event.purpose}): "
-            "no accountant is exact below. Raise expected_batch_size.",
-        )
+        check_noise(problems, event.noise_multiplier, purpose=event.purpose)
+        check_rate(problems, event.sample_rate, purpose=event.purpose)
     problems.raise_if_any()
+
+
+def check_noise(problems: Problems, noise_multiplier: float, *, purpose: str = "training step") -> None:
+    """Add a problem for a noise multiplier with which no accountant is exact."""
+    problems.require(
+        SMALLEST_NOISE <= noise_multiplier <= LARGEST_NOISE,
+        f"noise_multiplier must lie between {SMALLEST_NOISE:g} and {LARGEST_NOISE:g}, "
+        f"got {noise_multiplier} ({purpose}): no accountant is exact beyond.",
+    )
+
+
+def check_rate(problems: Problems, sample_rate: float, *, purpose: str = "training step") -> None:
+    """Add a problem for a sample rate with which no accountant is exact."""
+    problems.require(
+        sample_rate >= SMALLEST_RATE,
+        f"sample_rate must be >= {SMALLEST_RATE:g}, got {sample_rate} ({purpose}): "
+        "no accountant is exact below. Raise expected_batch_size.",
+    )
 
 
 def check_delta_and_adjacency(problems: Problems, *, delta: float, adjacency: Adjacency) -> None:

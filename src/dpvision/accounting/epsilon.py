@@ -80,9 +80,7 @@ def mechanism_guarantee(
         ArgumentError: A value is out of range.
     """
     taken = mechanism.steps if steps is None else steps
-    problems = Problems()
-    problems.count("steps", taken, least=0)
-    problems.raise_if_any()
+    Problems().count("steps", taken, least=0).raise_if_any()
     return guarantee(
         [(mechanism.step_event, taken), *extra],
         delta=delta,

@@ -48,9 +48,7 @@ def all_trials(charges: Charges, *, trials: int, delta: float, adjacency: Adjace
     Guarantee:
         An upper bound by PLD; every trial may be released.
     """
-    problems = Problems()
-    problems.count("trials", trials)
-    problems.raise_if_any()
+    Problems().count("trials", trials).raise_if_any()
     return guarantee([(event, count * trials) for event, count in charges], delta=delta, adjacency=adjacency)
 
 

@@ -205,9 +205,7 @@ def propose_delta(num_units: int) -> float:
     Raises:
         ArgumentError: ``num_units`` is out of range.
     """
-    problems = Problems()
-    problems.count("num_units", num_units)
-    problems.raise_if_any()
+    Problems().count("num_units", num_units).raise_if_any()
     exponent = 1
     while float(f"1e-{exponent}") * num_units > _CLEARLY_BELOW:
         exponent += 1
@@ -255,9 +253,7 @@ def cautions(guarantee: Guarantee, *, num_units: int) -> tuple[str, ...]:
     Raises:
         ArgumentError: ``num_units`` is out of range.
     """
-    problems = Problems()
-    problems.count("num_units", num_units)
-    problems.raise_if_any()
+    Problems().count("num_units", num_units).raise_if_any()
     found: list[str] = []
     if guarantee.delta * num_units >= 1:
         found.append(

@@ -25,6 +25,7 @@ from dpvision.data.splits import RunSplits, holdout_keys, load_splits
 from dpvision.errors import ArgumentError, DataError
 from dpvision.inference.load import ReleasedModel, load_model
 from dpvision.models.losses import RowLoss, loss_for
+from dpvision.own_code import is_own
 from dpvision.privacy.randomness import Keys
 from dpvision.storage.run_folder import RunFolder
 from dpvision.training.trainer import take_step
@@ -210,7 +211,9 @@ def _rows(model: nn.Module, store: ImageStore, normalisation: Normalisation, sco
 
 def _loss(released: ReleasedModel) -> RowLoss:
     config = released.config
-    return loss_for(config.task, config.loss or "cross_entropy", len(released.class_names))
+    # Any loss will do for a threshold; a run's own code is not loaded for it.
+    loss = "cross_entropy" if config.loss is None or is_own(config.loss) else config.loss
+    return loss_for(config.task, loss, len(released.class_names))
 
 
 def _audit(

@@ -1,7 +1,7 @@
 """The ``dpvision`` command: one module for each group of commands.
 
 Commands hold no logic; each imports what it needs when it runs, so that ``dpvision --help`` needs neither torch nor
-pydantic. ``flags`` derives the flags of ``train`` from the configuration, ``console`` prints results and errors.
+pydantic. ``flags`` derives flags from the configuration, ``console`` prints results and errors.
 """
 
 from __future__ import annotations
@@ -15,29 +15,37 @@ from dpvision import __version__
 from dpvision.cli.audit_command import audit
 from dpvision.cli.console import INTERRUPTED, say
 from dpvision.cli.epsilon_command import calibrate, epsilon
-from dpvision.cli.flags import OTHER_NAMES, as_command, run_settings
+from dpvision.cli.flags import OTHER_NAMES, as_command, run_settings, takes_settings
 from dpvision.cli.model_commands import check, models
 from dpvision.cli.paper_commands import recipes, reproduce
 from dpvision.cli.plan_command import plan
 from dpvision.cli.predict_command import evaluate, predict
 from dpvision.cli.release_commands import keygen, report, sign, verify
 from dpvision.cli.train_command import resume, train
+from dpvision.openmp import bound_spinning
 
 
 class _Commands(TyperGroup):
-    """The commands; the flags of ``train`` are derived only when it is called, since they need pydantic."""
+    """The commands; flags are derived from the configuration only when one is called, since that needs pydantic."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command to run."""
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, train_command() if name == "train" else command, rest
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, command_with_flags(str(name)), rest
 
 
-def train_command() -> Any:
-    """Return ``dpvision train`` with every flag of the configuration."""
+def command_with_flags(name: str) -> Any:
+    """Return a command with all its flags, also those of the configuration."""
+    function = _COMMANDS[name]
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    alone.command("train")(as_command(train, settings=run_settings()))
+    alone.command(name)(as_command(function, settings=run_settings() if takes_settings(function) else ()))
     return typer.main.get_command(alone)
+
+
+_FOR_TRAINING = (train, resume, plan, epsilon, calibrate)
+_FOR_RELEASES = (evaluate, predict, verify, audit, sign, keygen, report)
+_FUNCTIONS = (*_FOR_TRAINING, *_FOR_RELEASES, check, models, recipes, reproduce)
+_COMMANDS: dict[str, Any] = {function.__name__: function for function in _FUNCTIONS}
 
 
 app = typer.Typer(
@@ -64,34 +72,20 @@ def _dpvision(
     del version
 
 
-for _command in (
-    train,
-    resume,
-    plan,
-    epsilon,
-    calibrate,
-    evaluate,
-    predict,
-    verify,
-    audit,
-    sign,
-    keygen,
-    report,
-    check,
-    models,
-    recipes,
-    reproduce,
-):
-    app.command(_command.__name__)(as_command(_command))
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(as_command(_command))
 
 
 def run_program(program: Any, *, name: str) -> None:
     """Run a typer program so that a bad flag is one line and exit code 2, like any other bad input.
 
+    Called before torch is imported, so that the bound on spinning threads takes effect.
+
     Args:
         program: the typer application.
         name: what the user typed to start it.
     """
+    bound_spinning()
     try:
         code = typer.main.get_command(program).main(prog_name=name, standalone_mode=False)
     except typer.TyperException as error:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from dpvision.cli.console import PROBLEMS_FOUND, print_json, say
-from dpvision.cli.flags import Json, ModelOptions, parse_options
-from dpvision.errors import ArgumentError, printable
+from dpvision.cli.console import PROBLEMS_FOUND, print_results, say
+from dpvision.cli.flags import Json, ModelOptions, Threads, parse_options, set_threads
+from dpvision.errors import ArgumentError
 
 if TYPE_CHECKING:
     from dpvision.audit import Subject
@@ -37,6 +37,7 @@ class AuditFlags:
     option: ModelOptions = None
     confidence: Annotated[float, typer.Option(help="Confidence of the bound on epsilon, 0 to 1.")] = 0.95
     no_attach: Annotated[bool, typer.Option("--no-attach", help="Leave the run's release as it is.")] = False
+    threads: Threads = None
     json: Json = False
 
     @property
@@ -58,15 +59,13 @@ def audit(
     Example: dpvision audit runs/demo-1 --mechanism --canaries 1000
     """
     _require_consistent(run, flags)
+    set_threads(flags.threads)
     if flags.on_synthetic_images:
         documents = list(_on_synthetic_images(_subject(run, flags), flags))
     else:
         documents = [_membership(cast("Path", run), flags)]
-    if flags.json:
-        print_json({"audits": documents})
-    else:
-        for line in (line for document in documents for line in _lines(document)):
-            typer.echo(printable(line))
+    lines = (line for document in documents for line in _lines(document))
+    print_results({"audits": documents}, lines, json=flags.json)
     if flags.on_synthetic_images and run is not None and not flags.no_attach:
         from dpvision.audit import attach_audits
 

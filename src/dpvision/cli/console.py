@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,6 +70,15 @@ def print_json(values: Mapping[str, Any]) -> None:
     """Print results on stdout, for programs."""
     json.dump(values, sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")
+
+
+def print_results(values: Mapping[str, Any], lines: Iterable[str], *, json: bool) -> None:
+    """Print results on stdout: JSON for programs, or lines for people."""
+    if json:
+        print_json(values)
+        return
+    for line in lines:
+        typer.echo(printable(line))
 
 
 def print_table(columns: tuple[str, ...], rows: Sequence[Mapping[str, object]], *, header: bool = True) -> None:

@@ -1,89 +1,56 @@
 """``dpvision epsilon`` and ``dpvision calibrate``: what a mechanism costs, before anything is spent.
 
-``plan_command`` uses the flags and helpers of this file too.
+The flags of a mechanism are those of ``dpvision.config``. ``plan_command`` uses the helpers of this file too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpvision.cli.console import print_json, say
-from dpvision.cli.flags import Json
+from dpvision.cli.console import print_results, say
+from dpvision.cli.flags import Given, Json
 from dpvision.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from dpvision.privacy.mechanism import Adjacency, Mechanism
+    from dpvision.privacy.mechanism import Mechanism
 
-NumUnits = Annotated[int | None, typer.Option(help="Number of protected units. Example: --num-units 60000")]
-Target = Annotated[float | None, typer.Option(help="Epsilon to stay below. Example: --target-epsilon 3")]
-Delta = Annotated[
-    float | None, typer.Option(help="Delta. Default: a power of ten below 1/num_units. Example: --delta 1e-5")
-]
-AdjacencyName = Annotated[str, typer.Option("--adjacency", help="Neighbours: add_remove, zero_out or replace_one.")]
+_CALIBRATED = ("noise_multiplier", "steps", "expected_batch_size", "target_epsilon")
+_MECHANISM = ("num_units", "expected_batch_size", "noise_multiplier", "steps", "delta", "adjacency")
 _SEARCH_NOTE = (
     "epsilon_all_trials: every trial may follow from the others and be published. epsilon_best_…: settings drawn at "
     "random, a number of trials drawn from that distribution (with --trials as its mean) and kept secret, and only the "
     "best one released."
 )
+Epochs = Annotated[float | None, typer.Option(help="Instead of --steps: passes over the data. Example: --epochs 60")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MechanismFlags:
-    """A mechanism on the command line."""
+class EpsilonFlags:
+    """What ``dpvision epsilon`` is told besides the mechanism."""
 
-    num_units: NumUnits = None
-    expected_batch_size: Annotated[
-        float | None, typer.Option(help="Mean number of units in a draw. Example: --expected-batch-size 256")
-    ] = None
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="Noise stddev on the sum over the clip norm. Example: --noise-multiplier 1.1")
-    ] = None
-    steps: Annotated[int | None, typer.Option(help="Noisy releases, also of empty draws. Example: --steps 14063")] = (
-        None
-    )
-    epochs: Annotated[
-        float | None, typer.Option(help="Instead of --steps: passes over the data. Example: --epochs 60")
-    ] = None
-    delta: Delta = None
-    adjacency: AdjacencyName = "add_remove"
-    json: Json = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpsilonFlags(MechanismFlags):
-    """What ``dpvision epsilon`` is told."""
-
+    epochs: Epochs = None
     trials: Annotated[
         int | None, typer.Option(help="Also the cost of a search with this many runs. Example: --trials 20")
     ] = None
     most_rows_per_owner: Annotated[
         int | None, typer.Option(help="Also for an owner of this many units. Example: --most-rows-per-owner 30")
     ] = None
+    json: Json = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class CalibrateFlags(MechanismFlags):
-    """What ``dpvision calibrate`` is told."""
-
-    target_epsilon: Target = None
-
-
-def epsilon(flags: EpsilonFlags) -> None:
+def epsilon(given: Annotated[Given, _MECHANISM], flags: EpsilonFlags) -> None:
     """Compute the epsilon of a mechanism by PLD, and by RDP beside it.
 
     Example: dpvision epsilon --num-units 60000 --expected-batch-size 256 --noise-multiplier 1.1 --steps 14063
     """
-    require(
-        num_units=flags.num_units,
-        expected_batch_size=flags.expected_batch_size,
-        noise_multiplier=flags.noise_multiplier,
-    )
-    steps = count_steps(flags.steps, flags.epochs, flags.num_units, flags.expected_batch_size)
-    mechanism = mechanism_of(flags, steps=steps)
-    delta = choose_delta(flags.delta, mechanism.num_units, json=flags.json)
+    values = dict(given.get("privacy", {}))
+    require(values, "num_units", "expected_batch_size", "noise_multiplier")
+    values["steps"] = count_steps(values, flags.epochs)
+    mechanism = mechanism_of(values)
+    delta = choose_delta(values, json=flags.json)
     extra = {
         **_search_costs(mechanism, delta=delta[0], trials=flags.trials),
         **_owner_cost(mechanism, delta=delta[0], most_rows=flags.most_rows_per_owner),
@@ -93,118 +60,102 @@ def epsilon(flags: EpsilonFlags) -> None:
         typer.echo(_SEARCH_NOTE)
 
 
-def calibrate(flags: CalibrateFlags) -> None:
+def calibrate(
+    given: Annotated[Given, (*_MECHANISM, "target_epsilon")], epochs: Epochs = None, json: Json = False
+) -> None:
     """Compute the one that is left out of noise multiplier, steps, batch size and target epsilon.
 
     Example: dpvision calibrate --num-units 60000 --expected-batch-size 256 --steps 14063 --target-epsilon 3
     """
-    require(num_units=flags.num_units)
-    units = cast("int", flags.num_units)
-    if flags.epochs is not None and flags.expected_batch_size is None:
+    values = dict(given.get("privacy", {}))
+    require(values, "num_units")
+    if epochs is not None and "expected_batch_size" not in values:
         raise ArgumentError("--epochs needs --expected-batch-size. Give --steps to calibrate the batch size.")
-    steps = flags.steps
-    if steps is not None or flags.epochs is not None:
-        steps = count_steps(steps, flags.epochs, units, flags.expected_batch_size)
-    known: dict[str, Any] = {
-        "noise_multiplier": flags.noise_multiplier,
-        "steps": steps,
-        "expected_batch_size": flags.expected_batch_size,
-        "target_epsilon": flags.target_epsilon,
-    }
-    unknown = _the_one_left_out(known)
-    delta = choose_delta(flags.delta, units, json=flags.json)
+    if "steps" in values or epochs is not None:
+        values["steps"] = count_steps(values, epochs)
+    left_out = [name for name in _CALIBRATED if name not in values]
+    if len(left_out) != 1:
+        names, count = ", ".join(map(_flag, _CALIBRATED)), len(_CALIBRATED)
+        raise ArgumentError(f"leave out exactly one of {names}, got {count - len(left_out)} of {count}.")
+    (unknown,) = left_out
+    delta = choose_delta(values, json=json)
     if unknown != "target_epsilon":
-        known[unknown] = solve(unknown, known, num_units=units, delta=delta[0], adjacency=flags.adjacency)
-    del known["target_epsilon"]
-    extra = {"calibrated": unknown.replace("target_", ""), "target_epsilon": flags.target_epsilon}
-    _print_mechanism(mechanism_of(flags, **known), delta=delta, json=flags.json, extra=extra)
+        values[unknown] = solve(unknown, values, delta=delta[0])
+    extra = {"calibrated": unknown.replace("target_", ""), "target_epsilon": values.get("target_epsilon")}
+    _print_mechanism(mechanism_of(values), delta=delta, json=json, extra=extra)
 
 
-def require(**given: Any) -> None:
-    """Raise one error that names every flag whose value is None."""
-    missing = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is None]
+def require(values: dict[str, Any], *names: str) -> None:
+    """Raise one error that names every flag that is needed and was not given."""
+    missing = [_flag(name) for name in names if name not in values]
     if missing:
         raise ArgumentError(f"missing {', '.join(missing)}. See --help for an example.")
 
 
-def count_steps(steps: int | None, epochs: float | None, num_units: Any, expected_batch_size: Any) -> int:
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def count_steps(values: dict[str, Any], epochs: float | None) -> int:
     """Return the number of steps.
 
     Args:
-        steps: the number itself, or None.
-        epochs: passes over the data instead, or None; the least number of steps that makes them up is returned.
-        num_units: number of privacy units.
-        expected_batch_size: mean number of units in a draw.
+        values: num_units, expected_batch_size, and perhaps steps.
+        epochs: passes over the data instead; the least number of steps that makes them up is returned.
 
     Raises:
-        ArgumentError: neither or both of ``steps`` and ``epochs`` are given.
+        ArgumentError: neither or both of steps and ``epochs`` are given.
     """
     from dpvision.accounting import steps_for_epochs
 
-    if (steps is None) == (epochs is None):
-        raise ArgumentError(f"give either --steps or --epochs, got {'neither' if steps is None else 'both'}.")
+    if ("steps" in values) == (epochs is not None):
+        raise ArgumentError(f"give either --steps or --epochs, got {'neither' if epochs is None else 'both'}.")
     if epochs is None:
-        return cast("int", steps)
-    return steps_for_epochs(epochs, num_units=num_units, expected_batch_size=expected_batch_size)
+        return values["steps"]
+    sizes = {name: values[name] for name in ("num_units", "expected_batch_size")}
+    return steps_for_epochs(epochs, **sizes)
 
 
-def choose_delta(delta: float | None, num_units: int, *, json: bool) -> tuple[float, bool]:
-    """Return delta, and whether it was proposed.
+def choose_delta(values: dict[str, Any], *, json: bool) -> tuple[float, bool]:
+    """Return delta, and whether it was proposed: a power of ten below 1 / num_units, which is announced.
 
     Args:
-        delta: the given one, or None to propose a power of ten below 1 / num_units; a proposal is announced.
-        num_units: number of privacy units.
+        values: num_units, and perhaps delta.
         json: announce on stderr, since stdout carries JSON.
     """
     from dpvision.accounting import propose_delta
 
-    if delta is not None:
-        return delta, False
-    proposed = propose_delta(num_units)
-    typer.echo(f"delta was not given: {proposed:g} is used, which is below 1/num_units = {1 / num_units:.3g}", err=json)
+    if "delta" in values:
+        return values["delta"], False
+    units = values["num_units"]
+    proposed = propose_delta(units)
+    typer.echo(f"delta was not given: {proposed:g} is used, which is below 1/num_units = {1 / units:.3g}", err=json)
     return proposed, True
 
 
-def mechanism_of(flags: Any, **found: Any) -> Mechanism:
-    """Build the mechanism.
-
-    Args:
-        flags: has num_units, expected_batch_size, noise_multiplier and adjacency.
-        found: values that were computed; they replace those of the flags.
-    """
+def mechanism_of(values: dict[str, Any]) -> Mechanism:
+    """Build the mechanism."""
     from dpvision.privacy.mechanism import Mechanism
 
-    given = ("num_units", "expected_batch_size", "noise_multiplier", "adjacency")
+    given = {name: values[name] for name in _MECHANISM if name in values and name != "delta"}
     # The clip norm has no part in the accounting: noise is measured in units of it.
-    return Mechanism(**{**{name: getattr(flags, name) for name in given}, "clip_norm": 1.0, **found})
+    return Mechanism(clip_norm=1.0, **given)
 
 
-def solve(unknown: str, known: dict[str, Any], *, num_units: int, delta: float, adjacency: str) -> float:
+def solve(unknown: str, values: dict[str, Any], *, delta: float) -> float:
     """Calibrate one quantity of a mechanism to the target epsilon.
 
     Args:
         unknown: noise_multiplier, steps or expected_batch_size.
-        known: the other two and target_epsilon; a value of ``unknown`` is ignored.
-        num_units: number of privacy units.
+        values: num_units, target_epsilon, the other two, and perhaps the adjacency.
         delta: delta of the guarantee.
-        adjacency: which datasets are neighbours.
 
     Returns:
         The value with which the mechanism stays below the target.
     """
     from dpvision import accounting
 
-    function = getattr(accounting, f"calibrate_{unknown}")
-    others = {name: value for name, value in known.items() if name != unknown}
-    return function(num_units=num_units, delta=delta, adjacency=cast("Adjacency", adjacency), **others)
-
-
-def _the_one_left_out(known: dict[str, Any]) -> str:
-    left_out = [name for name, value in known.items() if value is None]
-    if len(left_out) != 1:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in known)
-        raise ArgumentError(f"leave out exactly one of {names}, got {len(known) - len(left_out)} of {len(known)}.")
-    return left_out[0]
+    return getattr(accounting, f"calibrate_{unknown}")(**{**values, "delta": delta})
 
 
 def _search_costs(mechanism: Mechanism, *, delta: float, trials: int | None) -> dict[str, Any]:
@@ -218,11 +169,10 @@ def _search_costs(mechanism: Mechanism, *, delta: float, trials: int | None) -> 
     found: dict[str, Any] = {"trials": trials, "epsilon_all_trials": composed.epsilon}
     if mechanism.adjacency == "replace_one":  # not proved for random stopping
         return found
-    for stopping in STOPPINGS:
-        best = best_of_random_many(
-            charges, mean_trials=trials, stopping=stopping, delta=delta, adjacency=mechanism.adjacency
-        )
-        found[f"epsilon_best_{stopping}"] = best.epsilon
+    for kind in STOPPINGS:
+        adjacency = mechanism.adjacency
+        best = best_of_random_many(charges, mean_trials=trials, stopping=kind, delta=delta, adjacency=adjacency)
+        found[f"epsilon_best_{kind}"] = best.epsilon
     return found
 
 
@@ -267,13 +217,10 @@ def _print_mechanism(mechanism: Mechanism, *, delta: tuple[float, bool], json: b
     }
     for warning in warnings:
         say(f"warning: {warning}")
-    if json:
-        print_json({**values, "true_positive_rate_at_0.01": attack, "meaning": meaning, "cautions": warnings})
-        return
-    for name, value in values.items():
-        if value is not None and name != "delta_proposed":
-            typer.echo(f"{name:20} {_shown(name, value)}")
-    typer.echo(meaning)
+    shown = ((name, value) for name, value in values.items() if value is not None and name != "delta_proposed")
+    lines = [*(f"{name:20} {_shown(name, value)}" for name, value in shown), meaning]
+    values |= {"true_positive_rate_at_0.01": attack, "meaning": meaning, "cautions": warnings}
+    print_results(values, lines, json=json)
 
 
 def _shown(name: str, value: Any) -> str:

@@ -3,8 +3,9 @@
 A command is a function with plain typed parameters. Two kinds of parameter stand for several flags:
 
 - a dataclass: each of its fields is a flag (a field is ``Annotated`` with ``typer.Option`` and its help);
-- ``Given``: every field of ``RunConfig`` is a flag. Its name, help text, default and panel come from the field, so that
-  a setting is declared once, in ``dpvision.config``. The function receives what was given, nested as in a TOML file.
+- ``Given``: every field of ``RunConfig`` is a flag, or those named in ``Annotated[Given, names]``. Name, help text,
+  default and panel come from the field, so that a setting is declared once, in ``dpvision.config``. The function
+  receives what was given, nested as in a TOML file.
 
 ``as_command`` also reports every error that the user can act on in one line, in terms of flags.
 """
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON on stdout.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.", callback=known_device)]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Threads of the processor, >= 1. Default: torch's choice.", rich_help_panel="Output and speed"),
+]
+OwnModel = Annotated[
+    str | None, typer.Option("--model", help="The run's own model again, FILE.py:FUNCTION, where it has one.")
+]
 ModelOptions = Annotated[
     list[str] | None, typer.Option(help="Option of the model, as name=value. May be repeated.", metavar="NAME=VALUE")
 ]
@@ -83,13 +91,17 @@ class Setting:
         """The name of the command's parameter."""
         return self.flag.strip("-").replace("-", "_").lower()
 
-    def parameter(self) -> inspect.Parameter:
-        """Describe the flag for typer. The default is None, so that a flag left out does not replace a file's value."""
+    def parameter(self, *, of_run: bool = True) -> inspect.Parameter:
+        """Describe the flag for typer. The default is None, so that a flag left out does not replace a file's value.
+
+        Without ``of_run`` no run fills in what is left out, and the help does not say how it would.
+        """
         kind, metavar = _plain_type(self.field.annotation)
         values = _choices(self.field.annotation)
         choices = f" One of {', '.join(map(str, values))}." if values else ""
         panel = _PANELS.get(self.panel)
-        text = f"{self.field.description}{choices}{self._default_text(kind)}"
+        description = str(self.field.description)
+        text = f"{description if of_run else description.partition(' Default:')[0]}{choices}{self._default_text(kind)}"
         info: Any
         if self.flag.isupper():
             info = typer.Argument(help=text, metavar=self.flag, show_default=False)
@@ -170,12 +182,18 @@ def _nested(settings: Sequence[Setting], values: Mapping[str, Any]) -> Given:
     return given
 
 
+def takes_settings(function: Callable[..., None]) -> bool:
+    """Whether flags of the command come from the configuration."""
+    hints = get_type_hints(function)
+    return Given in hints.values()
+
+
 def as_command(function: Callable[..., None], *, settings: Sequence[Setting] = ()) -> Callable[..., None]:
     """Make a function that typer can register as a command.
 
     Args:
         function: the command; its parameters may be dataclasses of flags and one ``Given``.
-        settings: the flags of ``Given``; without any the command can be listed quickly, but not run with them.
+        settings: the flags from which ``Given`` chooses; without any the command can be listed quickly, but not run.
 
     Returns:
         A function with one parameter a flag, whose errors are one line on stderr and exit code 2.
@@ -184,9 +202,11 @@ def as_command(function: Callable[..., None], *, settings: Sequence[Setting] = (
     groups: dict[str, Any] = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
         kind = parameter.annotation
-        if kind is Given:
+        wanted = get_args(kind)[1] if get_args(kind)[:1] == (Given,) else None
+        if kind is Given or wanted:
             groups[name] = Given
-            parameters += [setting.parameter() for setting in settings]
+            settings = [each for each in settings if wanted is None or each.path[-1] in wanted]
+            parameters += [setting.parameter(of_run=wanted is None) for setting in settings]
         elif is_dataclass(kind):
             groups[name] = kind
             parameters += _dataclass_parameters(kind)
@@ -272,3 +292,14 @@ def _value(text: str) -> bool | int | float | str:
         except ValueError:
             continue
     return text
+
+
+def set_threads(threads: int | None) -> None:
+    """Set the number of torch's threads; the run records the number that is in use."""
+    if threads is None:
+        return
+    if not threads >= 1:
+        raise ArgumentError(f"--threads must be >= 1, got {threads}.")
+    import torch
+
+    torch.set_num_threads(threads)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
+from collections.abc import Iterable
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -15,8 +14,6 @@ from dpvision.cli.flags import Json, ModelOptions, parse_options
 from dpvision.errors import ArgumentError, Problems, printable
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor, nn
 
     from dpvision.gradients.separability import Finding
@@ -51,7 +48,9 @@ def check(
 ) -> None:
     """Check on synthetic images that a model can be trained privately: no mixing of units, exact gradients.
 
-    FUNCTION takes nothing and returns the model. Exit code 0: ready; 1: problems found; 2: there is no such model.
+    FUNCTION returns the model; it takes no argument, or num_classes, in_channels and image_size by name. Exit code 0:
+    ready; 1: problems found; 2: there is no such model.
+
     Example: dpvision check my_model.py:make --in-channels 1 --image-size 28
     """
     # What a user's code prints must not mix with the JSON.
@@ -129,49 +128,18 @@ def _inspect(subject: _Subject) -> list[Finding]:
     """Check first that the model returns scores for such images, then that it can be trained privately."""
     from dpvision.gradients.plan import check_model
     from dpvision.gradients.separability import Finding
+    from dpvision.models import output_problem
     from dpvision.training.stages import inspect_model, synthetic_rows
 
     inputs, targets = synthetic_rows(subject.image_shape, subject.num_classes, "cpu")
-    outputs = _outputs(subject, inputs)
-    if isinstance(outputs, Finding):
-        return [outputs]
-    if outputs.dim() == 2:
+    maps = output_problem(subject.model, inputs, subject.num_classes, maps=True)
+    problem = output_problem(subject.model, inputs, subject.num_classes)
+    if problem is not None:
+        remedy = f"{problem[1]} For other images: --in-channels, --image-size, --num-classes."
+        return [Finding(module="the model", problem=problem[0], remedy=remedy)]
+    if maps is not None:
         return inspect_model(subject.model, image_shape=subject.image_shape, num_classes=subject.num_classes)
     return check_model(subject.model, _map_loss, inputs, targets)
-
-
-def _outputs(subject: _Subject, inputs: Tensor) -> Tensor | Finding:
-    """The model's outputs in evaluation mode, or a finding that says why they are not scores."""
-    import torch
-
-    from dpvision.gradients.separability import evaluation_mode, model_restored
-
-    network, classes = subject.model, subject.num_classes
-    shape = "×".join(map(str, subject.image_shape))
-    try:
-        with torch.no_grad(), model_restored(network), evaluation_mode(network):
-            outputs = network(inputs)
-    except Exception as error:  # noqa: BLE001 - a user's forward may raise anything.
-        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-        remedy = "Set --in-channels and --image-size to the images that it is made for."
-        return _problem(f"can't be run on float32 images of {shape}: {reason}", remedy)
-    if not isinstance(outputs, torch.Tensor):
-        problem = f"returns a {type(outputs).__name__}, not a tensor of scores"
-        return _problem(problem, "Return only the scores, of shape (images, classes).")
-    found = tuple(outputs.shape)
-    if outputs.dim() not in (2, 4) or found[0] != inputs.shape[0]:
-        problem = f"returns shape {found} for {inputs.shape[0]} images"
-        return _problem(problem, "Return (images, classes), or (images, classes, height, width) for maps.")
-    if found[1] != classes:
-        problem = f"returns {found[1]} scores for an image, but there are {classes} classes"
-        return _problem(problem, f"Set --num-classes {found[1]}, or change its last layer.")
-    return outputs
-
-
-def _problem(problem: str, remedy: str) -> Finding:
-    from dpvision.gradients.separability import Finding
-
-    return Finding(module="the model", problem=problem, remedy=remedy, fatal=True)
 
 
 def _map_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -200,13 +168,16 @@ def _find(
     for flag, value in (("--in-channels", in_channels), ("--image-size", side), ("--num-classes", num_classes)):
         problems.count(flag, 1 if value is None else value)
     problems.raise_if_any()
-    if name.endswith((".py", ".py:")):
-        raise ArgumentError(f"name the function that makes the model, as in {name.rstrip(':')}:make.")
-    if ":" in name:
+    if ":" in name or name.endswith(".py"):
+        from dpvision.models import create_own
+        from dpvision.own_code import load_code
+
         if options:
             raise ArgumentError("--option is for registered models: set it in your function.")
-        given = in_channels or DEFAULT_CHANNELS, side or DEFAULT_SIDE, num_classes or DEFAULT_CLASSES
-        return _Subject(_from_code(*name.rsplit(":", 1)), *given)
+        shape = in_channels or DEFAULT_CHANNELS, side or DEFAULT_SIDE, side or DEFAULT_SIDE
+        classes = num_classes or DEFAULT_CLASSES
+        own = create_own(load_code(name, kind="model"), num_classes=classes, image_shape=shape, seed=0)
+        return _Subject(own, shape[0], shape[1], classes)
     from dpvision.models import create, entry
 
     found = entry(name)
@@ -217,54 +188,3 @@ def _find(
     sized = {"image_size": side} if "image_size" in found.options else {}
     model = create(name, in_channels=channels, num_classes=classes, seed=0, **{**sized, **options})
     return _Subject(model, channels, side, classes)
-
-
-def _from_code(place: str, attribute: str) -> nn.Module:
-    """Import the user's code and call the function, or take the model itself."""
-    from torch import nn
-    from torch.nn.parameter import is_lazy
-
-    label = f"{place}:{attribute}"
-    try:
-        with _importable_neighbours(place):
-            found = getattr(_imported(place), attribute)
-            model = found if isinstance(found, nn.Module) else found()
-    except (Exception, SystemExit) as error:
-        hint = " For a file, write FILE.py:FUNCTION." if isinstance(error, ModuleNotFoundError) else ""
-        raise ArgumentError(f"can't make a model from {label}: {type(error).__name__}: {error}.{hint}") from error
-    if not isinstance(model, nn.Module):
-        raise ArgumentError(f"{label} must give a torch.nn.Module, got {type(model).__name__}.")
-    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
-        raise ArgumentError(f"{label} has lazy layers without a size: run the model once before you return it.")
-    return model
-
-
-def _imported(place: str) -> ModuleType:
-    """The module at a path or of a name."""
-    import importlib
-    import importlib.util
-
-    if not place.endswith(".py"):
-        return importlib.import_module(place)
-    if not Path(place).is_file():
-        raise FileNotFoundError(f"there is no file {place}")
-    # A name of its own: the user's torch.py must not be taken for torch.
-    spec = importlib.util.spec_from_file_location(f"checked_{Path(place).stem}", place)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{place} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up by name.
-    sys.modules[module.__name__] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@contextmanager
-def _importable_neighbours(place: str) -> Iterator[None]:
-    """Let a user's file import what is beside it, or in the current folder, as when Python runs it."""
-    folder = str(Path(place).resolve().parent) if place.endswith(".py") else str(Path.cwd())
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpvision.cli.console import INTERRUPTED, PROBLEMS_FOUND, print_json, print_table, say
-from dpvision.cli.flags import Device, Json
-from dpvision.errors import printable
+from dpvision.cli.console import INTERRUPTED, PROBLEMS_FOUND, print_results, print_table, say
+from dpvision.cli.flags import Device, Json, Threads, set_threads
 
 if TYPE_CHECKING:
     from dpvision.papers import Recipe
@@ -27,11 +26,8 @@ def recipes(
     from dpvision.papers import all_recipes, find_recipe
 
     found = all_recipes() if name is None else (find_recipe(name),)
-    if json:
-        print_json({"recipes": [recipe.to_dict() for recipe in found]})
-    elif name is not None:
-        for line in found[0].lines():
-            typer.echo(line)
+    if json or name is not None:
+        print_results({"recipes": [recipe.to_dict() for recipe in found]}, found[0].lines(), json=json)
     else:
         _print_by_paper(found)
 
@@ -50,6 +46,7 @@ def reproduce(
     rows: Annotated[str | None, typer.Option(help="Names of rows, separated by commas; * matches anything.")] = None,
     output: Annotated[Path | None, typer.Option(help="Default: reproduce/TABLE, with -cpu or -quick after it.")] = None,
     device: Device = "cpu",
+    threads: Threads = None,
     show: Annotated[bool, typer.Option("--list", help="List the tables, or the rows of one, and stop.")] = False,
     json: Json = False,
 ) -> None:
@@ -62,6 +59,7 @@ def reproduce(
     if show or table is None:
         _list(table, json=json)
         return
+    set_threads(threads)
     from dpvision.cli.progress import TerminalProgress
     from dpvision.papers.reproduce import Job
     from dpvision.papers.reproduce import reproduce as run_table
@@ -83,29 +81,25 @@ def _list(table: str | None, *, json: bool) -> None:
     from dpvision.papers.tables import all_tables, find_table
 
     tables = all_tables() if table is None else (find_table(table),)
-    if json:
-        print_json({"tables": [_described(each) for each in tables]})
-        return
-    for each in tables:
-        typer.echo(f"{each.name}: {each.title}, {len(each.rows)} rows")
-        for row in each.rows if table is not None else ():
-            typer.echo(f"  {row.name}  {row.label}; paper: {row.recipe.paper}")
-
-
-def _described(table: Any) -> dict[str, Any]:
-    rows = [{"name": row.name, "label": row.label, "paper": row.recipe.accuracy} for row in table.rows]
-    return {"name": table.name, "title": table.title, "rows": rows}
+    described = [
+        {
+            "name": each.name,
+            "title": each.title,
+            "rows": [{"name": row.name, "label": row.label, "paper": row.recipe.accuracy} for row in each.rows],
+        }
+        for each in tables
+    ]
+    lines = [f"{each.name}: {each.title}, {len(each.rows)} rows" for each in tables]
+    if table is not None:
+        lines += [f"  {row.name}  {row.label}; paper: {row.recipe.paper}" for row in tables[0].rows]
+    print_results({"tables": described}, lines, json=json)
 
 
 def _print(report: Report, *, json: bool) -> None:
     from dpvision.papers.table_page import failure_lines, release_lines, table_lines
 
     values = report.to_dict()
-    if json:
-        print_json({**values, "files": [str(path) for path in report.written]})
-        return
-    for line in (*table_lines(values["rows"]), "", *failure_lines(values), *release_lines(values)):
-        typer.echo(printable(line))
-    if values["smoke_test"]:
-        typer.echo(values["smoke_test"])
-    typer.echo(f"written: {', '.join(printable(str(path)) for path in report.written)}")
+    files = [str(path) for path in report.written]
+    lines = [*table_lines(values["rows"]), "", *failure_lines(values), *release_lines(values)]
+    lines += [values["smoke_test"]] if values["smoke_test"] else []
+    print_results({**values, "files": files}, [*lines, f"written: {', '.join(files)}"], json=json)

@@ -7,8 +7,9 @@ lower limit. matplotlib is imported here only, so that accounting itself stays f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, final
 
@@ -17,9 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator, StrMethodFormatter
 
-from dpvision.accounting import PlanRow
+from dpvision.accounting import PlanRow, effective_noise
 from dpvision.errors import ArgumentError
-from dpvision.privacy.mechanism import Event, rounded_up
+from dpvision.privacy.mechanism import Mechanism, rounded_up
 
 # Source → num_units, delta, expected batch size, and epsilon → (noise multiplier, steps). All counted by RDP under
 # add_remove. The pair quoted for WRN-16-4 at epsilon 8 (noise 3, 2468 steps) spends 7.05 by RDP, so it is left out.
@@ -46,37 +47,21 @@ class Published:
     """Batch size, steps and noise that a paper used at an epsilon, which it computed by RDP under add_remove."""
 
     source: str
-    num_units: int
-    delta: float
     epsilon: float
-    expected_batch_size: float
-    steps: int
-    noise_multiplier: float
-
-    @property
-    def effective_noise(self) -> float:
-        """Noise on the mean gradient, in units of the clip norm."""
-        return self.noise_multiplier / self.expected_batch_size
-
-    @property
-    def step_event(self) -> Event:
-        """The release that one of its steps makes."""
-        return Event(sample_rate=self.expected_batch_size / self.num_units, noise_multiplier=self.noise_multiplier)
+    delta: float
+    mechanism: Mechanism
 
 
-PUBLISHED: Final = tuple(
-    Published(
-        source=source,
-        num_units=num_units,
-        delta=delta,
-        epsilon=epsilon,
-        expected_batch_size=batch,
-        steps=steps,
-        noise_multiplier=noise,
+def _published(source: str, epsilon: float) -> Published:
+    num_units, delta, batch, chosen = _SETTINGS[source]
+    noise, steps = chosen[epsilon]
+    mechanism = Mechanism(
+        num_units=num_units, expected_batch_size=batch, clip_norm=1.0, noise_multiplier=noise, steps=steps
     )
-    for source, (num_units, delta, batch, chosen) in _SETTINGS.items()
-    for epsilon, (noise, steps) in chosen.items()
-)
+    return Published(source=source, epsilon=epsilon, delta=delta, mechanism=mechanism)
+
+
+PUBLISHED: Final = tuple(_published(source, epsilon) for source in _SETTINGS for epsilon in _SETTINGS[source][3])
 
 
 def published_settings(*, num_units: int, target_epsilon: float, delta: float) -> tuple[Published, ...]:
@@ -84,76 +69,68 @@ def published_settings(*, num_units: int, target_epsilon: float, delta: float) -
     return tuple(
         setting
         for setting in PUBLISHED
-        if setting.num_units == num_units
+        if setting.mechanism.num_units == num_units
         and math.isclose(setting.epsilon, target_epsilon)
         and math.isclose(setting.delta, delta)
     )
 
 
 def draw_plan(rows: Sequence[PlanRow], path: Path, *, published: Sequence[Published] = ()) -> None:
-    """Write the picture to ``path``; the ending (.png, .svg, .pdf) chooses the format."""
+    """Write the chart to ``path``; the ending (.png, .svg, .pdf) chooses the format."""
     if not rows:
         raise ArgumentError("a plan must have at least one row to be drawn, got none.")
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     noise_axes, effective_axes = figure.subplots(1, 2)
+    panels: tuple[tuple[Axes, Callable[[Mechanism], float]], ...] = (
+        (noise_axes, attrgetter("noise_multiplier")),
+        (effective_axes, effective_noise),
+    )
     for number, (label, line) in enumerate(_lines(rows).items()):
-        colour = f"C{number}"
-        _draw_line(noise_axes, line, [row.noise_multiplier for row in line], label=label, colour=colour)
-        _draw_line(effective_axes, line, [row.effective_noise for row in line], label=label, colour=colour)
-        sizes = [row.expected_batch_size for row in line]
+        colour, sizes = f"C{number}", [row.mechanism.expected_batch_size for row in line]
+        for axes, height in panels:
+            axes.plot(sizes, [height(row.mechanism) for row in line], color=colour, label=label)
+            for row in line:  # a batch that is large enough has a filled mark
+                face = colour if row.batch_is_enough else "white"
+                point = ([row.mechanism.expected_batch_size], [height(row.mechanism)])
+                axes.plot(*point, marker="o", color=colour, markerfacecolor=face)
         effective_axes.plot(sizes, [row.full_batch_noise for row in line], color=colour, linestyle=":", linewidth=1)
     for setting in published:
-        _draw_star(noise_axes, setting, setting.noise_multiplier)
-        _draw_star(effective_axes, setting, setting.effective_noise)
-    batches = sorted({item.expected_batch_size for item in (*rows, *published)})
+        note = f"{setting.source.split(', ')[1]}, {setting.mechanism.steps} steps"
+        for axes, height in panels:
+            place = (setting.mechanism.expected_batch_size, height(setting.mechanism))
+            axes.plot(*place, marker="*", markersize=13, color="black", linestyle="")
+            axes.annotate(note, place, (-6, 8), textcoords="offset points", fontsize="x-small", ha="right")
+    batches = sorted({item.mechanism.expected_batch_size for item in (*rows, *published)})
     _dress(noise_axes, "noise_multiplier σ", batches)
     _dress(effective_axes, "effective noise σ / expected_batch_size", batches)
     noise_axes.legend(fontsize="small")
-    effective_axes.legend(handles=list(_marks(stars=bool(published))), fontsize="x-small")
+    effective_axes.legend(handles=_marks(stars=bool(published)), fontsize="x-small")
     spent = rows[0].guarantee
     figure.suptitle(
         f"epsilon ≤ {rounded_up(max(row.guarantee.epsilon for row in rows))}, delta {rounded_up(spent.delta)}, "
-        f"{rows[0].num_units} units ({spent.adjacency})"
+        f"{rows[0].mechanism.num_units} units ({spent.adjacency})"
     )
     figure.savefig(path, dpi=120)
 
 
-def _draw_line(axes: Axes, line: Sequence[PlanRow], heights: Sequence[float], *, label: str, colour: str) -> None:
-    """One length of training; a batch that is large enough has a filled mark."""
-    sizes = [row.expected_batch_size for row in line]
-    axes.plot(sizes, heights, color=colour, label=label)
-    for row, height in zip(line, heights, strict=True):
-        face = colour if row.batch_is_enough else "white"
-        axes.plot([row.expected_batch_size], [height], marker="o", color=colour, markerfacecolor=face)
-
-
-def _draw_star(axes: Axes, setting: Published, height: float) -> None:
-    axes.plot([setting.expected_batch_size], [height], marker="*", markersize=13, color="black", linestyle="")
-    note = f"{setting.source.split(', ')[1]}, {setting.steps} steps"
-    place = (setting.expected_batch_size, height)
-    axes.annotate(note, place, (-6, 8), textcoords="offset points", fontsize="x-small", ha="right")
-
-
-def _marks(*, stars: bool) -> Sequence[Line2D]:
+def _marks(*, stars: bool) -> list[Line2D]:
     """What the marks mean."""
     filled = Line2D([], [], color="grey", marker="o", label="enough: a larger batch gains under 10 % here")
     hollow = Line2D([], [], color="grey", marker="o", markerfacecolor="white", label="a larger batch still pays")
     floor = Line2D([], [], color="grey", linestyle=":", label="every unit in each of these steps")
     star = Line2D([], [], color="black", marker="*", markersize=11, linestyle="", label="chosen by De et al. 2022")
-    return (filled, hollow, floor, star) if stars else (filled, hollow, floor)
+    return [filled, hollow, floor, star] if stars else [filled, hollow, floor]
 
 
 def _lines(rows: Sequence[PlanRow]) -> dict[str, list[PlanRow]]:
     """Rows of equal steps, or of about equal epochs, make a line from small to large batch."""
-    by_steps, by_epochs = (
-        [f"{row.steps} steps" for row in rows],
-        [f"{float(f'{row.epochs:.2g}'):g} epochs" for row in rows],
-    )
+    by_steps = [f"{row.mechanism.steps} steps" for row in rows]
+    by_epochs = [f"{float(f'{row.mechanism.epochs:.2g}'):g} epochs" for row in rows]
     labels = by_steps if len(set(by_steps)) < len(set(by_epochs)) else by_epochs
     lines: dict[str, list[PlanRow]] = {}
-    for label, row in sorted(zip(labels, rows, strict=True), key=lambda pair: pair[1].epochs):
+    for label, row in sorted(zip(labels, rows, strict=True), key=lambda pair: pair[1].mechanism.epochs):
         lines.setdefault(label, []).append(row)
-    return {label: sorted(line, key=lambda row: row.expected_batch_size) for label, line in lines.items()}
+    return {label: sorted(line, key=lambda row: row.mechanism.expected_batch_size) for label, line in lines.items()}
 
 
 def _dress(axes: Axes, title: str, batches: Sequence[float]) -> None:

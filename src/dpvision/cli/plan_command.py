@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dpvision.cli.console import print_json, say
-from dpvision.cli.epsilon_command import (
-    AdjacencyName,
-    Delta,
-    NumUnits,
-    Target,
-    choose_delta,
-    count_steps,
-    mechanism_of,
-    require,
-    solve,
-)
-from dpvision.cli.flags import Json
+from dpvision.cli.epsilon_command import choose_delta, count_steps, mechanism_of, require, solve
+from dpvision.cli.flags import Given, Json
 from dpvision.errors import ArgumentError
 
 if TYPE_CHECKING:
     from dpvision.accounting import PlanRow
     from dpvision.cli.plan_chart import Published
-    from dpvision.privacy.mechanism import Adjacency, Guarantee, Mechanism
+    from dpvision.privacy.mechanism import Mechanism
 
 
-_ROW_VALUES = (
-    *("expected_batch_size", "epochs", "steps", "sample_rate", "noise_multiplier", "effective_noise"),
-    *("full_batch_noise", "excess_noise", "batch_is_enough", "signal"),
-)
 _CAPTION = (
     "effective noise = noise multiplier / batch, on the mean gradient: lower learns better. signal = √steps · sample "
     "rate / noise. × full: the effective noise against that of as many steps with every unit in each; • marks a batch "
@@ -43,18 +29,13 @@ _CAPTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFlags:
-    """What ``dpvision plan`` is told."""
+    """What ``dpvision plan`` is told besides units, target, noise, delta and adjacency."""
 
-    num_units: NumUnits = None
-    target_epsilon: Target = None
     expected_batch_size: Annotated[
         list[float] | None, typer.Option(help="Repeat for several. Example: --expected-batch-size 1024")
     ] = None
     epochs: Annotated[list[float] | None, typer.Option(help="Repeat for several. Example: --epochs 30")] = None
     steps: Annotated[list[int] | None, typer.Option(help="Instead of --epochs. Example: --steps 2000")] = None
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="With --scale-…, instead of --target-epsilon. Example: --noise-multiplier 3")
-    ] = None
     scale_down: Annotated[
         float | None,
         typer.Option(help="One setting and a cheaper one for a search, NOT private (TAN). Example: --scale-down 16"),
@@ -62,51 +43,47 @@ class PlanFlags:
     scale_up: Annotated[
         float | None, typer.Option(help="From the cheap setting back to the full one. Example: --scale-up 16")
     ] = None
-    delta: Delta = None
-    adjacency: AdjacencyName = "add_remove"
     plot: Annotated[Path | None, typer.Option(help="Write a chart here. Example: --plot plan.png")] = None
     json: Json = False
 
 
-def plan(flags: PlanFlags) -> None:
+def plan(
+    given: Annotated[Given, ("num_units", "target_epsilon", "noise_multiplier", "delta", "adjacency")], flags: PlanFlags
+) -> None:
     """Tabulate the noise for every pair of batch size and length at one target epsilon; or scale one setting.
 
     Example: dpvision plan --num-units 50000 --target-epsilon 8 --plot plan.png
     """
+    values = dict(given.get("privacy", {}))
     if flags.scale_down is not None or flags.scale_up is not None:
-        _scale(flags)
+        _scale(values, flags)
         return
-    if flags.noise_multiplier is not None:
+    if "noise_multiplier" in values:
         raise ArgumentError("plan finds the noise_multiplier. For a given one use dpvision epsilon.")
-    require(num_units=flags.num_units, target_epsilon=flags.target_epsilon)
-    units, target = cast("int", flags.num_units), cast("float", flags.target_epsilon)
-    delta = choose_delta(flags.delta, units, json=flags.json)
+    require(values, "num_units", "target_epsilon")
+    delta, proposed = choose_delta(values, json=flags.json)
     if flags.plot is not None:
         _check_plot(flags.plot)
     from rich.console import Console
 
     from dpvision.accounting import plan as make_plan
-    from dpvision.cli.plan_chart import published_settings
+    from dpvision.cli.plan_chart import draw_plan, published_settings
 
     with Console(stderr=True).status("calibrating the noise"):
         rows = list(
             make_plan(
-                num_units=units,
-                target_epsilon=target,
-                delta=delta[0],
+                **{**values, "delta": delta},
                 expected_batch_sizes=flags.expected_batch_size or (),
                 epochs=flags.epochs or (),
                 steps=flags.steps or (),
-                adjacency=cast("Adjacency", flags.adjacency),
             )
         )
-    known = published_settings(num_units=units, target_epsilon=target, delta=delta[0])
-    print_plan(rows, known, target=target, delta_proposed=delta[1], json=flags.json)
+    target = values["target_epsilon"]
+    known = published_settings(num_units=values["num_units"], target_epsilon=target, delta=delta)
+    print_plan(rows, known, target=target, delta_proposed=proposed, json=flags.json)
     if flags.plot is not None:
-        from dpvision.cli.plan_chart import draw_plan
-
         draw_plan(rows, flags.plot, published=known)
-        typer.echo(f"picture: {flags.plot}", err=flags.json)
+        typer.echo(f"chart: {flags.plot}", err=flags.json)
 
 
 def _check_plot(path: Path) -> None:
@@ -116,34 +93,36 @@ def _check_plot(path: Path) -> None:
         raise ArgumentError(f"--plot must be in a folder that exists, got {path}.")
 
 
-def _scale(flags: PlanFlags) -> None:
+def _scale(values: dict[str, Any], flags: PlanFlags) -> None:
     """Print one setting and the cheaper or larger one with equal noise on the mean gradient."""
     from dpvision.accounting import scaled
 
     if flags.plot is not None:
         raise ArgumentError("--plot draws a plan over several settings. Leave it out with --scale-….")
-    batch = _only("--expected-batch-size", flags.expected_batch_size)
-    require(num_units=flags.num_units, expected_batch_size=batch)
-    units = cast("int", flags.num_units)
+    once = {"expected_batch_size": flags.expected_batch_size, "steps": flags.steps, "epochs": flags.epochs}
+    values |= {name: _only(name, given) for name, given in once.items() if given}
+    require(values, "num_units", "expected_batch_size")
     up, factor = _direction(flags)
-    steps = count_steps(_only("--steps", flags.steps), _only("--epochs", flags.epochs), units, batch)
-    _check_noise(flags, up=up)
-    delta = choose_delta(flags.delta, units, json=flags.json)
-    noise = flags.noise_multiplier
-    if noise is None:
-        known = {"expected_batch_size": batch, "steps": steps, "target_epsilon": flags.target_epsilon}
-        noise = solve("noise_multiplier", known, num_units=units, delta=delta[0], adjacency=flags.adjacency)
-    given = mechanism_of(flags, expected_batch_size=batch, noise_multiplier=noise, steps=steps)
+    values["steps"] = count_steps(values, values.pop("epochs", None))
+    if up and "noise_multiplier" not in values:
+        raise ArgumentError("--scale-up starts from a cheap setting: give its --noise-multiplier.")
+    if ("noise_multiplier" in values) == ("target_epsilon" in values):
+        raise ArgumentError("with --scale-down or --scale-up give either --target-epsilon or --noise-multiplier.")
+    delta = choose_delta(values, json=flags.json)
+    if "noise_multiplier" not in values:
+        values["noise_multiplier"] = solve("noise_multiplier", values, delta=delta[0])
+    given = mechanism_of(values)
     other = scaled(given, by=factor if up else 1 / factor)
     search, target = (given, other) if up else (other, given)
     print_scaling(search=search, target=target, factor=factor, up=up, delta=delta, json=flags.json)
 
 
-def _only(flag: str, values: list[Any] | None) -> Any:
-    """The one value of a flag that may be repeated elsewhere, or None."""
-    if values and len(values) > 1:
+def _only(name: str, values: list[Any]) -> Any:
+    """The one value of a flag that may be repeated elsewhere."""
+    if len(values) > 1:
+        flag = f"--{name.replace('_', '-')}"
         raise ArgumentError(f"{flag} must be given once with --scale-down or --scale-up, got {len(values)} values.")
-    return values[0] if values else None
+    return values[0]
 
 
 def _direction(flags: PlanFlags) -> tuple[bool, float]:
@@ -156,13 +135,6 @@ def _direction(flags: PlanFlags) -> tuple[bool, float]:
     if not 1 < factor < float("inf"):
         raise ArgumentError(f"--scale-{name} must be a finite number > 1, got {factor}.")
     return name == "up", factor
-
-
-def _check_noise(flags: PlanFlags, *, up: bool) -> None:
-    if up and flags.noise_multiplier is None:
-        raise ArgumentError("--scale-up starts from a cheap setting: give its --noise-multiplier.")
-    if (flags.noise_multiplier is None) == (flags.target_epsilon is None):
-        raise ArgumentError("with --scale-down or --scale-up give either --target-epsilon or --noise-multiplier.")
 
 
 def print_plan(
@@ -179,17 +151,22 @@ def print_plan(
     """
     from dpvision.accounting import cautions
 
-    spent: Guarantee = max((row.guarantee for row in rows), key=lambda guarantee: guarantee.epsilon)
-    warnings = cautions(spent, num_units=rows[0].num_units)
+    spent = max((row.guarantee for row in rows), key=lambda guarantee: guarantee.epsilon)
+    num_units = rows[0].mechanism.num_units
+    warnings = cautions(spent, num_units=num_units)
     for warning in warnings:
         say(f"warning: {warning}")
-    chosen = [_published_values(setting, spent.adjacency) for setting in published]
+    chosen = [
+        {"source": each.source, **_values(replace(each.mechanism, adjacency=spent.adjacency), each.delta)}
+        for each in published
+    ]
     if json:
         facts = {"target_epsilon": target, "delta": spent.delta, "delta_proposed": delta_proposed}
-        facts |= {"adjacency": spent.adjacency, "num_units": rows[0].num_units, "cautions": list(warnings)}
+        facts |= {"adjacency": spent.adjacency, "num_units": num_units, "cautions": list(warnings)}
         print_json({**facts, "rows": [_row_values(row) for row in rows], "published": chosen})
         return
-    _print_rows(rows, title=f"epsilon ≤ {target:g} at delta {spent.delta:g} ({spent.adjacency})")
+    lines = [_row_line(row) for row in rows]
+    _print_table(lines, title=f"epsilon ≤ {target:g} at delta {spent.delta:g} ({spent.adjacency})", caption=_CAPTION)
     if chosen:
         words = f"epsilon: by our accountant, {spent.adjacency}; they kept {target:g} by RDP, add_remove"
         _print_table(chosen, title=f"What papers chose ({words})")
@@ -210,12 +187,12 @@ def print_scaling(
     """
     from dpvision.privacy.mechanism import rounded_up
 
-    figures = {"search": _mechanism_values(search, delta[0]), "target": _mechanism_values(target, delta[0])}
+    values = {"search": _values(search, delta[0]), "target": _values(target, delta[0])}
     notes = [
         f"The search does 1/{factor:g} of the work with equal noise on the mean gradient and equal steps: a learning "
         "rate, clip norm or model that wins there fits the target as it is.",
         f"The search is NOT private at the target's epsilon: each of its runs costs "
-        f"{rounded_up(figures['search']['epsilon'])} by itself. Search on public data, or keep every run to yourself.",
+        f"{rounded_up(values['search']['epsilon'])} by itself. Search on public data, or keep every run to yourself.",
         "What a search on the private data chose is not covered by the target's epsilon either: declare it, or charge "
         "the search.",
     ]
@@ -223,10 +200,10 @@ def print_scaling(
     if json:
         facts = {"delta": delta[0], "delta_proposed": delta[1], "adjacency": target.adjacency}
         facts |= {"num_units": target.num_units, "factor": factor}
-        print_json({**facts, **figures, "notes": notes, "back": back})
+        print_json({**facts, **values, "notes": notes, "back": back})
         return
     _print_table(
-        [{"": name, **values} for name, values in figures.items()],
+        [{"": name, **each} for name, each in values.items()],
         title=f"at delta {delta[0]:g} ({target.adjacency}), {target.num_units} units",
     )
     for note in notes:
@@ -243,71 +220,54 @@ def _command(mechanism: Mechanism, scale: str, delta: float) -> str:
     )
 
 
-def _row_values(row: PlanRow) -> dict[str, float | bool]:
-    """A row of the plan for JSON."""
-    return {**{name: getattr(row, name) for name in _ROW_VALUES}, "epsilon": row.guarantee.epsilon}
-
-
-def _published_values(setting: Published, adjacency: Adjacency) -> dict[str, float | str]:
-    """The setting with its epsilon under the plan's adjacency, which need not be the paper's."""
-    from dpvision.accounting import guarantee
-
-    return {
-        "source": setting.source,
-        "expected_batch_size": setting.expected_batch_size,
-        "steps": setting.steps,
-        "noise_multiplier": setting.noise_multiplier,
-        "effective_noise": setting.effective_noise,
-        "epsilon": guarantee([(setting.step_event, setting.steps)], delta=setting.delta, adjacency=adjacency).epsilon,
-    }
-
-
-def _mechanism_values(mechanism: Mechanism, delta: float) -> dict[str, Any]:
+def _values(mechanism: Mechanism, delta: float) -> dict[str, Any]:
     """A mechanism and its epsilon, in the order of the table."""
     from dpvision.accounting import mechanism_guarantee
 
+    return {**_settings(mechanism), "epsilon": mechanism_guarantee(mechanism, delta=delta).epsilon}
+
+
+def _settings(mechanism: Mechanism) -> dict[str, Any]:
+    from dpvision.accounting import effective_noise
+
+    names = ("expected_batch_size", "epochs", "steps", "noise_multiplier")
+    return {**{name: getattr(mechanism, name) for name in names}, "effective_noise": effective_noise(mechanism)}
+
+
+def _row_values(row: PlanRow) -> dict[str, float | bool]:
+    """A row of the plan for JSON."""
+    more = ("full_batch_noise", "excess_noise", "batch_is_enough", "signal")
     return {
-        "expected_batch_size": mechanism.expected_batch_size,
-        "epochs": mechanism.epochs,
-        "steps": mechanism.steps,
-        "noise_multiplier": mechanism.noise_multiplier,
-        "effective_noise": mechanism.noise_multiplier / mechanism.expected_batch_size,
-        "epsilon": mechanism_guarantee(mechanism, delta=delta).epsilon,
+        **_settings(row.mechanism),
+        "sample_rate": row.mechanism.sample_rate,
+        **{name: getattr(row, name) for name in more},
+        "epsilon": row.guarantee.epsilon,
     }
 
 
-def _print_rows(rows: Sequence[PlanRow], *, title: str) -> None:
-    """Print the plan as a table, with a line between batch sizes. Epsilon is rounded up."""
+def _row_line(row: PlanRow) -> dict[str, Any]:
+    """A row of the plan for the table."""
+    return {
+        **_settings(row.mechanism),
+        "× full": f"{row.excess_noise:.3g}{' •' if row.batch_is_enough else '  '}",
+        "signal": f"{row.signal:.3g}",
+        "epsilon": row.guarantee.epsilon,
+    }
+
+
+def _print_table(lines: Sequence[Mapping[str, Any]], *, title: str, caption: str | None = None) -> None:
+    """Print mappings with equal keys as a table, with a line between batch sizes. Epsilon is rounded up."""
     from rich.console import Console
     from rich.table import Table
 
     from dpvision.privacy.mechanism import rounded_up
 
-    table = Table(title=title, caption=_CAPTION)
-    for heading in ("batch", "epochs", "steps", "noise multiplier", "effective noise", "× full", "signal", "epsilon"):
-        table.add_column(heading, justify="right")
-    previous: float | None = None
-    for row in rows:
-        if previous not in (None, row.expected_batch_size):
-            table.add_section()
-        previous = row.expected_batch_size
-        excess = f"{row.excess_noise:.3g}{' •' if row.batch_is_enough else '  '}"
-        figures = (row.expected_batch_size, row.epochs, row.steps, row.noise_multiplier, row.effective_noise)
-        table.add_row(*map(_short, figures), excess, f"{row.signal:.3g}", rounded_up(row.guarantee.epsilon))
-    Console().print(table)
-
-
-def _print_table(lines: Sequence[Mapping[str, Any]], *, title: str) -> None:
-    """Print mappings with equal keys as a table. Epsilon is rounded up."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from dpvision.privacy.mechanism import rounded_up
-
-    table = Table(title=title)
+    table = Table(title=title, caption=caption)
     for name in lines[0]:
         table.add_column(name.replace("expected_batch_size", "batch").replace("_", " "), justify="right")
-    for values in lines:
+    for before, values in zip((lines[0], *lines), lines, strict=False):
+        if before["expected_batch_size"] != values["expected_batch_size"]:
+            table.add_section()
         table.add_row(*(rounded_up(v) if name == "epsilon" else _short(v) for name, v in values.items()))
     Console().print(table)
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv as csv_format
+import io
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpvision.cli.console import print_json, say
-from dpvision.cli.flags import Device, Json
-from dpvision.errors import ArgumentError, printable
+from dpvision.cli.console import print_results, say
+from dpvision.cli.flags import Device, Json, OwnModel, Threads, set_threads
+from dpvision.errors import ArgumentError
+from dpvision.storage.files import disk_errors, write_atomically
 
 if TYPE_CHECKING:
     from dpvision.inference import MaskMetrics, Metrics
@@ -24,30 +29,61 @@ def evaluate(
     test: Annotated[str | None, typer.Option(help="Public images. Default: the run's own test split.")] = None,
     test_masks: Annotated[str | None, typer.Option(help="Their masks, for a segmentation model.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder that holds the known datasets.")] = None,
+    groups: Annotated[
+        Path | None,
+        typer.Option(help="CSV of image (file, row number or owner) and group: metrics of each group, too."),
+    ] = None,
+    operating_point: Annotated[
+        str, typer.Option(help="Threshold: youden, sensitivity=S, specificity=S or threshold=P.")
+    ] = "youden",
+    positive: Annotated[
+        str | None, typer.Option(help="Positive class of the threshold. Default: of two, the second.")
+    ] = None,
+    model: OwnModel = None,
     device: Device = "cpu",
+    threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Measure a released model on public images: accuracy, or Dice for masks.
+    """Measure a released model on public images: accuracy and AUC with 95 % intervals, or Dice for masks.
 
     Example: dpvision evaluate runs/demo-1 --json
 
+    Example: dpvision evaluate runs/chest --operating-point sensitivity=0.95 --groups scanners.csv
+
     Example: dpvision evaluate runs/liver --test scans --test-masks masks
     """
+    set_threads(threads)
+    from dpvision.inference import Metrics, evaluate_masks
     from dpvision.inference import evaluate as measure
-    from dpvision.inference import evaluate_masks
     from dpvision.inference.load import load_model, load_test_images
+    from dpvision.inference.metrics import details_of, groups_of_rows, read_groups
+    from dpvision.release.report import comparison_text
+    from dpvision.scoring import parse_operating_point
 
-    released = load_model(run)
-    store = load_test_images(run, released, test=test, test_masks=test_masks, data_dir=data_dir)
-    judge = evaluate_masks if store.per_pixel else measure
-    metrics = judge(released.model.to(device), store, released.normalisation, device=device)
-    if json:
-        print_json({"evaluated_on": store.name, **metrics.to_dict()})
-        return
-    first, *others = _lines(metrics)
-    typer.echo(f"{printable(store.name)}: {first}")
-    for line in others:
-        typer.echo(f"  {printable(line)}")
+    point = parse_operating_point(operating_point)
+    names = None if groups is None else read_groups(groups)
+
+    # What a user's own code prints must not mix with the results.
+    with redirect_stdout(sys.stderr):
+        released = load_model(run, model=model)
+        store = load_test_images(run, released, test=test, test_masks=test_masks, data_dir=data_dir)
+        judge = evaluate_masks if store.per_pixel else measure
+        metrics = judge(released.model.to(device), store, released.normalisation)
+    values = {"evaluated_on": store.name, **metrics.to_dict()}
+    comparison = metrics.comparison()
+    if comparison is not None:
+        values |= {
+            key: value for key, value in comparison.to_dict().items() if key not in ("score", "interval", "chance")
+        }
+    if isinstance(metrics, Metrics) and metrics.scored is not None:
+        values |= details_of(metrics.scored, point=point, positive=positive)
+        if names is not None:
+            values["groups"] = metrics.scored.by_group(groups_of_rows(names, store))
+    first, *others = [*_lines(metrics), *_detail_lines(values)]
+    if comparison is not None:
+        others.append(f"better than chance: {comparison_text(comparison)}".replace("\u00a0", " "))
+    lines = [f"{store.name}: {first}", *(f"  {line}" for line in others)]
+    print_results(values, lines, json=json)
 
 
 def predict(
@@ -58,38 +94,50 @@ def predict(
     window: Annotated[
         tuple[float, float] | None, typer.Option(help="Volumes: intensities from LOW to HIGH. Default: the run's own.")
     ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="File for a table: every image with the probability of each class.")
+    ] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip images that can't be read.")] = False,
+    model: OwnModel = None,
     device: Device = "cpu",
+    threads: Threads = None,
     json: Json = False,
 ) -> None:
     """Predict with a released model: a class for each image, or a mask.
 
     Example: dpvision predict runs/demo-1 scan1.png scan2.png
 
+    Example: dpvision predict runs/demo-1 ./scans --csv probabilities.csv
+
     Example: dpvision predict runs/liver scan.nii.gz --output masks
     """
+    set_threads(threads)
     from dpvision.inference.load import load_model
 
-    released = load_model(run)
+    with redirect_stdout(sys.stderr):
+        released = load_model(run, model=model)
     draws = released.config.task == "segmentation"
     if draws and output is None:
         raise ArgumentError("this model predicts masks: name a folder for them with --output.")
     if not draws and (output is not None or force):
         raise ArgumentError("this model predicts a class for each image, no masks: leave out --output and --force.")
+    if draws and csv is not None:
+        raise ArgumentError("this model predicts masks, no class for each image: leave out --csv.")
     if window is not None:
         released = released.with_window(window)
-    if output is None:
-        figures, lines, skipped = _classes(released, images, skip_bad=skip_bad, device=device)
-    else:
-        if output.resolve().is_relative_to(run.resolve()):
-            raise ArgumentError(f"--output must lie outside the run's own folder, got {output}.")
-        figures, lines, skipped = _masks(released, images, output, force=force, skip_bad=skip_bad, device=device)
-    if json:
-        print_json({**figures, "skipped": [list(pair) for pair in skipped]})
-        return
-    for line in lines:
-        typer.echo(printable(line))
-    for name, reason in skipped:
+    for flag, path in (("--output", output), ("--csv", csv)):
+        if path is not None and path.resolve().is_relative_to(run.resolve()):
+            raise ArgumentError(f"{flag} must lie outside the run's own folder, got {path}.")
+    with redirect_stdout(sys.stderr):
+        if output is None:
+            values, lines, skipped = _classes(released, images, skip_bad=skip_bad, device=device)
+        else:
+            values, lines, skipped = _masks(released, images, output, force=force, skip_bad=skip_bad, device=device)
+    if csv is not None:
+        with disk_errors(f"write {csv}"):
+            write_atomically(csv, _table(values["predictions"], released.class_names))
+    print_results({**values, "skipped": [list(pair) for pair in skipped]}, lines, json=json)
+    for name, reason in () if json else skipped:
         say(f"skipped {name}: {reason}")
 
 
@@ -101,13 +149,27 @@ def _classes(released: ReleasedModel, images: list[Path], *, skip_bad: bool, dev
     from dpvision.inference import predict_probabilities
 
     loaded, names, skipped = load_images(images, image_shape=released.image_shape, skip_bad=skip_bad)
-    rows = predict_probabilities(released.model.to(device), loaded, released.normalisation, device=device)
+    rows = predict_probabilities(released.model.to(device), loaded, released.normalisation)
     answers = [
-        {"picture": name, "class": released.class_names[int(row.argmax())], "probability": float(row.max())}
+        {
+            "picture": name,
+            "class": released.class_names[int(row.argmax())],
+            "probability": float(row.max()),
+            "probabilities": row.tolist(),
+        }
         for name, row in zip(names, rows, strict=True)
     ]
     lines = [f"{each['picture']}: {each['class']} ({each['probability']:.1%})" for each in answers]
-    return {"predictions": answers}, lines, list(skipped)
+    return {"class_names": list(released.class_names), "predictions": answers}, lines, list(skipped)
+
+
+def _table(answers: list[dict[str, Any]], class_names: tuple[str, ...]) -> bytes:
+    """A CSV table: image, predicted class, and the probability of each class in the order of the classes."""
+    content = io.StringIO()
+    writer = csv_format.writer(content)
+    writer.writerow(["image", "class", *class_names])
+    writer.writerows([each["picture"], each["class"], *each["probabilities"]] for each in answers)
+    return content.getvalue().encode()
 
 
 def _masks(
@@ -121,6 +183,31 @@ def _masks(
         f"{file.path}: {', '.join(f'{name} {share:.2%}' for name, share in file.shares.items())}" for file in files
     ]
     return {"masks": answers}, lines, skipped
+
+
+def _detail_lines(values: dict[str, Any]) -> list[str]:
+    """AUC and its relatives, the operating point and the groups, each with its 95 % interval."""
+
+    def line(title: str, value: float, interval: list[float] | None) -> str:
+        ends = "" if interval is None else f"  (95 % interval {interval[0]:.3f} to {interval[1]:.3f})"
+        return f"{title:24} {value:.3f}{ends}"
+
+    found: list[str] = []
+    for name in ("balanced_accuracy", "auc", "average_precision"):
+        if values.get(name) is not None:
+            found.append(line(name.replace("_", " "), values[name], values["intervals"][name]))
+    point = values.get("operating_point")
+    if point:
+        found.append(f"{point['positive']} from probability {point['threshold']:.3f} on ({point['rule']}):")
+        for name in ("sensitivity", "specificity"):
+            if point[name] is not None:
+                found.append(line(f"  {name}", point[name], point[f"{name}_interval"]))
+    for name, group in values.get("groups", {}).items():
+        if group is None:
+            found.append(f"group {name}: fewer than 10 units, not shown")
+        else:
+            found.append(line(f"group {name}", group["accuracy"], group["intervals"]["accuracy"]))
+    return found
 
 
 def _lines(metrics: Metrics | MaskMetrics) -> list[str]:

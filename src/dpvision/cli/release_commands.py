@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dpvision.cli.console import PROBLEMS_FOUND, print_json
+from dpvision.cli.console import PROBLEMS_FOUND, print_results
 from dpvision.cli.flags import Json
-from dpvision.errors import printable
 from dpvision.privacy.mechanism import rounded_up
 
 if TYPE_CHECKING:
@@ -35,11 +34,7 @@ def verify(
     from dpvision.release.verify import verify as check
 
     found = check(path, key=None if key is None else load_public_key(key))
-    if json:
-        print_json(found.to_dict())
-    else:
-        for line in _lines(found):
-            typer.echo(printable(line))
+    print_results(found.to_dict(), _lines(found), json=json)
     if not found.ok:
         raise typer.Exit(PROBLEMS_FOUND)
 
@@ -57,6 +52,7 @@ def _lines(found: Verification) -> list[str]:
         count = f"{len(found.problems)} problem{'s' * (len(found.problems) != 1)}"
         return [*lines, f"{count}: do not rely on this release."]
     lines += [f"Not for release: {stamp}" for stamp in found.stamps]
+    lines += [f"Limit: {limit}" for limit in found.limits]
     if found.signed_by is not None:
         known = "the given key" if found.signer_is_known else "an unknown key: compare it with what its owner says"
         lines.append(f"Signed by {found.signed_by}, {known}.")
@@ -79,10 +75,7 @@ def report(
     from dpvision.release.report import figures_of, write_report
 
     path = write_report(run, output=output)
-    if json:
-        print_json({"report": str(path), **figures_of(run)})
-    else:
-        typer.echo(f"report: {printable(str(path))}")
+    print_results({"report": str(path), **figures_of(run)}, [f"report: {path}"], json=json)
 
 
 def keygen(
@@ -101,12 +94,9 @@ def keygen(
 
     secret = _password(confirm=True).encode() if password else None
     public, name = make_keys(file, password=secret)
-    if json:
-        print_json({"private_key": str(file), "public_key": str(public), "fingerprint": name})
-        return
-    typer.echo(f"private key: {printable(str(file))} (keep it secret)")
-    typer.echo(f"public key:  {printable(str(public))}")
-    typer.echo(f"fingerprint: {name}")
+    values = {"private_key": str(file), "public_key": str(public), "fingerprint": name}
+    lines = [f"private key: {file} (keep it secret)", f"public key:  {public}", f"fingerprint: {name}"]
+    print_results(values, lines, json=json)
 
 
 def sign(
@@ -121,11 +111,8 @@ def sign(
     from dpvision.release.amend import sign_release
 
     path, name = sign_release(run, key, ask_password=lambda: _password(confirm=False))
-    if json:
-        print_json({"signature": str(path), "fingerprint": name})
-        return
-    typer.echo(f"signed: {printable(str(path))}")
-    typer.echo(f"by:     {name}")
+    lines = [f"signed: {path}", f"by:     {name}"]
+    print_results({"signature": str(path), "fingerprint": name}, lines, json=json)
 
 
 def _password(*, confirm: bool) -> str:

@@ -6,17 +6,18 @@ not settings of the run. Everything that can be refused without torch is refused
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dpvision.cli.console import INTERRUPTED, known_device, print_json, say
-from dpvision.cli.flags import Device, Given, Json
+from dpvision.cli.console import INTERRUPTED, known_device, print_results, say
+from dpvision.cli.flags import Device, Given, Json, OwnModel, Threads, set_threads
 from dpvision.errors import ArgumentError, DataError, brief, shown
 
 if TYPE_CHECKING:
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 LARGEST_CONFIG = 2**20
 MAX_NAME_BYTES = 100
 _OUTPUT = "Output and speed"
-Threads = Annotated[
-    int | None, typer.Option(help="Threads of the processor, >= 1. Default: torch's choice.", rich_help_panel=_OUTPUT)
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +55,8 @@ def train(given: Given, flags: TrainFlags) -> None:
     Example: dpvision train ./scans --target-epsilon 3
 
     Masks: dpvision train --task segmentation ./slices ./masks --target-epsilon 3
+
+    Your own model: dpvision train ./scans --model my_model.py:make --target-epsilon 3
     """
     base = build_config(given, recipe=flags.recipe, scale=flags.scale, file=flags.config)
     config, folder = place_run(base, recipe=flags.recipe, output=flags.output, quick=flags.quick)
@@ -66,7 +66,8 @@ def train(given: Given, flags: TrainFlags) -> None:
 
     # A smoke test must never pass for a release: a seed set by hand stamps it.
     seed = 0 if flags.quick and flags.unsafe_seed is None else flags.unsafe_seed
-    with closing(TerminalProgress()) as progress:
+    # What a user's own code prints must not mix with the results.
+    with closing(TerminalProgress()) as progress, redirect_stdout(sys.stderr):
         result = train_run(config, run=folder, seed=seed, device=flags.device, callback=progress)
     _finish(result, json=flags.json, quick=flags.quick)
 
@@ -74,8 +75,12 @@ def train(given: Given, flags: TrainFlags) -> None:
 def resume(
     run: Annotated[Path, typer.Argument(help="The folder of a run that was stopped.")],
     fork: Annotated[
-        bool, typer.Option("--fork", help="Continue although the data changed: other noise, charged again.")
+        bool, typer.Option("--fork", help="Continue although data or own code changed: other noise, charged again.")
     ] = False,
+    model: OwnModel = None,
+    loss: Annotated[
+        str | None, typer.Option(help="The run's own loss again, FILE.py:FUNCTION, where it has one.")
+    ] = None,
     device: Device = "cpu",
     threads: Threads = None,
     json: Json = False,
@@ -88,20 +93,9 @@ def resume(
     from dpvision.cli.progress import TerminalProgress
     from dpvision.training import resume_training
 
-    with closing(TerminalProgress()) as progress:
-        result = resume_training(run, allow_fork=fork, device=device, callback=progress)
+    with closing(TerminalProgress()) as progress, redirect_stdout(sys.stderr):
+        result = resume_training(run, allow_fork=fork, device=device, callback=progress, model=model, loss=loss)
     _finish(result, json=json)
-
-
-def set_threads(threads: int | None) -> None:
-    """Set the number of torch's threads; the run records the number that is in use."""
-    if threads is None:
-        return
-    if not threads >= 1:
-        raise ArgumentError(f"--threads must be >= 1, got {threads}.")
-    import torch
-
-    torch.set_num_threads(threads)
 
 
 def build_config(
@@ -142,6 +136,7 @@ def build_config(
     config = parse_config(values)
     if recipe is None:
         _require_paths(config)
+    _require_sources(config)
     return config
 
 
@@ -220,6 +215,16 @@ def _require_paths(config: RunConfig) -> None:
             raise DataError(f"{shown(path)} is neither a file or folder nor one of {', '.join(KNOWN_DATASETS)}.")
 
 
+def _require_sources(config: RunConfig) -> None:
+    """Refuse own code whose file is not there or is not Python, before torch is imported. Nothing is executed."""
+    from dpvision.own_code import is_own, place_of, read_source
+
+    if config.model is not None and is_own(config.model.name):
+        read_source(Path(place_of(config.model.name, "model")[0]))
+    if config.loss is not None and is_own(config.loss):
+        read_source(Path(place_of(config.loss, "loss")[0]))
+
+
 def place_run(config: RunConfig, *, recipe: str | None, output: Path | None, quick: bool) -> tuple[RunConfig, Path]:
     """Choose the run's folder, and place the data of a recipe.
 
@@ -252,21 +257,18 @@ def free_folder(parent: Path, name: str) -> Path:
 
 def _finish(result: RunResult, *, json: bool, quick: bool = False) -> None:
     """Write the report, print the results, and say how to continue if the run is not done."""
-    from dpvision.release.report import summary_lines, write_report
+    from dpvision.release.report import summary_lines, verdicts_of, write_report
 
     report = write_report(result.run)
-    figures = {**result.figures(), "report": str(report), "run": str(result.run)}
+    verdicts = verdicts_of(result.certificate, result.metrics)
+    values = {**result.figures(), **verdicts, "report": str(report), "run": str(result.run)}
     if quick:
         from dpvision.papers import MEANS_NOTHING
 
         say(MEANS_NOTHING)
-        figures["smoke_test"] = MEANS_NOTHING
-    if json:
-        print_json(figures)
-    else:
-        for line in summary_lines(result.certificate, result.metrics):
-            typer.echo(line)
-        typer.echo(f"report: {report}")
+        values["smoke_test"] = MEANS_NOTHING
+    lines = summary_lines(result.certificate, result.metrics)
+    print_results(values, [*lines, f"report: {report}"], json=json)
     if result.outcome == "stopped":
         say(f"stopped before all steps were done; continue with: dpvision resume {result.run}")
         raise typer.Exit(INTERRUPTED)

@@ -6,33 +6,28 @@ it. Files are untrusted: all readers go through ``safe_read``.
 
 from dpvision.config import ViewsConfig
 from dpvision.data.augmentation import erase_views, make_views, words_per_view
-from dpvision.data.batches import ImageBatch, ImageBatches, hold_out
-from dpvision.data.datasets import DATASETS, PublicDataset, cache_folder, dataset_names
-from dpvision.data.features import FeatureBatch, FeatureDraws, Features, extract, kept_features
+from dpvision.data.batches import DrawnBatch, ImageBatches, hold_out
+from dpvision.data.datasets import DATASETS, cache_folder, dataset_names
+from dpvision.data.features import FeatureDraws, Features, extract, kept_features
 from dpvision.data.images import load_images
 from dpvision.data.loading import Splits, load, load_one
-from dpvision.data.nifti import Volume, is_volume, read_volume, volume_images
+from dpvision.data.nifti import read_volume, volume_images
 from dpvision.data.normalisation import Normalisation, fixed_normalisation, released_normalisation
-from dpvision.data.options import LoadOptions, Progress
+from dpvision.data.options import LoadOptions
 from dpvision.data.safe_read import read_member
-from dpvision.data.store import ImageStore, UnitRows, dense_units, store_of_arrays
+from dpvision.data.store import ImageStore, dense_units, store_of_arrays
 
 __all__ = [
     "DATASETS",
-    "FeatureBatch",
+    "DrawnBatch",
     "FeatureDraws",
     "Features",
-    "ImageBatch",
     "ImageBatches",
     "ImageStore",
     "LoadOptions",
     "Normalisation",
-    "Progress",
-    "PublicDataset",
     "Splits",
-    "UnitRows",
     "ViewsConfig",
-    "Volume",
     "cache_folder",
     "dataset_names",
     "dense_units",
@@ -40,7 +35,6 @@ __all__ = [
     "extract",
     "fixed_normalisation",
     "hold_out",
-    "is_volume",
     "kept_features",
     "load",
     "load_images",

@@ -9,7 +9,7 @@ A unit gives R·K neighbouring rows to a micro-batch: all views of its first row
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -42,7 +42,6 @@ class ImageBatches:
         keys: the keys of the run; streams "sampling", "rows" and "augmentation" are used.
         rows_per_unit: rows that a unit gives at most.
         device: where the images are held.
-        memory_format: of the inputs.
         views: the augmented views of each row.
 
     Guarantee: units join as ``PoissonSampler`` says. A unit gives at most ``rows_per_unit`` rows, and
@@ -59,23 +58,16 @@ class ImageBatches:
         keys: Keys,
         rows_per_unit: int = 1,
         device: torch.device | str = "cpu",
-        memory_format: torch.memory_format = torch.contiguous_format,
         views: ViewsConfig = NO_AUGMENTATION,
     ) -> None:
-        problems = Problems()
-        problems.count("rows_per_unit", rows_per_unit)
-        problems.raise_if_any()
+        Problems().count("rows_per_unit", rows_per_unit).raise_if_any()
         self._sampler = PoissonSampler(num_units=store.num_units, sample_rate=mechanism.sample_rate, keys=keys)
         self._unit_rows = store.rows_of_units
         self._rows_per_unit = rows_per_unit
         self._views = views
-        self._images = _Images(
-            images=store.images.to(device),
-            labels=store.labels.to(device),
-            normalisation=normalisation.for_channels(store.image_shape[0]),
-            memory_format=memory_format,
-            views=views,
-        )
+        self._images = store.images.to(device)
+        self._labels = store.labels.to(device)
+        self._normalisation = normalisation.for_channels(store.image_shape[0])
 
     @property
     def sampling(self) -> Sampling:
@@ -90,11 +82,10 @@ class ImageBatches:
         """Return the rows that join ``step``, R per unit; -1 where a unit has fewer. Sensitive."""
         return self._rows(self.units(step), step)
 
-    def batch(self, step: int) -> ImageBatch:
+    def batch(self, step: int) -> DrawnBatch:
         """Return the draw of ``step``: the same for every call."""
         units = self.units(step)
-        rows_DR = self._rows(units, step)
-        return ImageBatch(self.sampling, self._images, rows_DR, self._words(units, step))
+        return DrawnBatch(self.sampling, self._gather, self._rows(units, step), self._words(units, step))
 
     def _rows(self, units: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         offsets, order = self._unit_rows
@@ -118,80 +109,60 @@ class ImageBatches:
             return np.zeros(shape, dtype=np.uint64)
         return self._sampler.keys.bits_by_unit(units, math.prod(shape[1:]), "augmentation", step).reshape(shape)
 
+    def _gather(self, rows_UR: NDArray[np.int64], words_URKJ: NDArray[np.uint64]) -> Microbatch:
+        """Make the augmented views of some rows."""
+        words_NKJ = words_URKJ.reshape(rows_UR.size, *words_URKJ.shape[2:])
+        index = torch.from_numpy(np.maximum(rows_UR.reshape(-1), 0)).to(self._images.device)
+        # Bytes are turned, mirrored and cropped before they become four times as large.
+        images = make_views(self._images.index_select(0, index), self._views, words_NKJ)
+        inputs = erase_views(self._normalisation.apply(images), self._views, words_NKJ)
+        targets = self._targets(self._labels.index_select(0, index), words_NKJ)
+        return as_microbatch(inputs, targets, rows_UR, self._views.count)
+
+    def _targets(self, labels: Tensor, words_NKJ: NDArray[np.uint64]) -> Tensor:
+        """A class for each view, or for each of its pixels: a mask moves with its image."""
+        if labels.ndim == 1:
+            return labels.repeat_interleave(self._views.count, dim=0)
+        return make_views(labels[:, None], self._views, words_NKJ, classes=True)[:, 0].to(torch.int64)
+
 
 @final
 @dataclass(frozen=True, eq=False)
-class ImageBatch:
+class DrawnBatch:
     """One draw, whole: it can be cut into micro-batches of any size, any number of times. Sensitive."""
 
     sampling: Sampling
-    _images: _Images
+    _gather: Callable[[NDArray[np.int64], NDArray[np.uint64]], Microbatch]
     _rows_DR: NDArray[np.int64]
     _words_DRKJ: NDArray[np.uint64]
 
     def __repr__(self) -> str:
-        return f"ImageBatch({self.sampling}, sensitive)"
+        return f"DrawnBatch({self.sampling}, sensitive)"
 
     def microbatches(self, units: int) -> Iterator[Microbatch]:
         """Yield the draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""
-        problems = Problems()
-        problems.count("units", units)
-        problems.raise_if_any()
+        Problems().count("units", units).raise_if_any()
         for start in range(0, len(self._rows_DR), units):
             piece = slice(start, start + units)
             missing = max(0, start + units - len(self._rows_DR))
             rows_UR = np.pad(self._rows_DR[piece], ((0, missing), (0, 0)), constant_values=NO_ROW)
             words_URKJ = np.pad(self._words_DRKJ[piece], ((0, missing), (0, 0), (0, 0), (0, 0)))
-            yield self._images.gather(rows_UR, words_URKJ)
+            yield self._gather(rows_UR, words_URKJ)
 
 
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Images:
-    """The store on its device, and how its bytes become inputs."""
+def as_microbatch(inputs: Tensor, targets: Tensor, rows_UR: NDArray[np.int64], copies: int) -> Microbatch:
+    """Join inputs and targets of some rows, of which each appears ``copies`` times in a row.
 
-    images: Tensor
-    labels: Tensor
-    normalisation: Normalisation
-    memory_format: torch.memory_format
-    views: ViewsConfig
-
-    def gather(self, rows_UR: NDArray[np.int64], words_URKJ: NDArray[np.uint64]) -> Microbatch:
-        rows, words_NKJ = rows_UR.reshape(-1), words_URKJ.reshape(rows_UR.size, *words_URKJ.shape[2:])
-        index = torch.from_numpy(np.maximum(rows, 0)).to(self.images.device)
-        # Bytes are turned, mirrored and cropped before they become four times as large.
-        images = make_views(self.images.index_select(0, index), self.views, words_NKJ)
-        inputs = self.normalisation.apply(images, memory_format=self.memory_format)
-        inputs = erase_views(inputs, self.views, words_NKJ)
-        targets = self._targets(self.labels.index_select(0, index), words_NKJ)
-        inputs, targets = blank_absent(inputs, targets, np.repeat(rows, self.views.count))
-        weights = torch.from_numpy(row_weights(rows_UR, self.views.count)).to(index.device)
-        return Microbatch(inputs, targets, weights)
-
-    def _targets(self, labels: Tensor, words_NKJ: NDArray[np.uint64]) -> Tensor:
-        """A class for each view, or for each of its pixels: a mask moves with its image."""
-        if labels.ndim == 1:
-            return labels.repeat_interleave(self.views.count, dim=0)
-        return make_views(labels[:, None], self.views, words_NKJ, classes=True)[:, 0].to(torch.int64)
-
-
-def blank_absent(inputs: Tensor, targets: Tensor, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """Both with zeros in the place of every padding row, written in place.
-
-    So that a padding row carries no image, features or label, and is never infinite.
+    Padding rows become zero, in place: they carry no image, features or label, and are never infinite. The others of a
+    unit have equal weights that sum to one.
     """
-    absent = np.flatnonzero(rows == NO_ROW)
+    there_UR = np.repeat(rows_UR != NO_ROW, copies, axis=1)
+    absent = torch.from_numpy(np.flatnonzero(~there_UR)).to(inputs.device)
     if len(absent):
-        where = torch.from_numpy(absent).to(inputs.device)
-        inputs, targets = inputs.index_fill_(0, where, 0.0), targets.index_fill_(0, where, 0)
-    return inputs, targets
-
-
-def row_weights(rows_UR: NDArray[np.int64], views: int) -> NDArray[np.float32]:
-    """Return equal weights for the views of present rows: they sum to one in each unit that has rows."""
-    there_UR = np.repeat(rows_UR != NO_ROW, views, axis=1)
+        inputs, targets = inputs.index_fill_(0, absent, 0.0), targets.index_fill_(0, absent, 0)
     count_U = np.maximum(there_UR.sum(axis=1, keepdims=True), 1)
-    return (there_UR / count_U).astype(np.float32)
+    weights_UR = torch.from_numpy((there_UR / count_U).astype(np.float32)).to(inputs.device)
+    return Microbatch(inputs, targets, weights_UR)
 
 
 def hold_out(store: ImageStore, *, fraction: float, keys: Keys) -> tuple[ImageStore, ImageStore]:
@@ -209,7 +180,7 @@ def hold_out(store: ImageStore, *, fraction: float, keys: Keys) -> tuple[ImageSt
     parts = [store.select_units(np.flatnonzero(chosen)) for chosen in (~test, test)]
     if not all(part.num_rows for part in parts):
         raise DataError(
-            f"{store.num_units} units are too few to hold out a fraction of {fraction}: one part is empty. "
+            f"there are too few units to hold out a fraction of {fraction}: one part is empty. "
             "Name a public test set instead."
         )
     return replace(parts[0], name=f"{store.name} train"), replace(parts[1], name=f"{store.name} held out")

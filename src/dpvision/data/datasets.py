@@ -205,9 +205,7 @@ def locate(dataset: PublicDataset, options: LoadOptions, *, progress: Progress |
     if not options.download:
         searched = ", ".join(shown(place) for place, _ in places)
         files = f" ({dataset.archives[0]})" if dataset.archives else ""
-        raise DataError(
-            f"{dataset.name} is not in {searched}, and download is off. It comes from {dataset.homepage}{files}."
-        )
+        raise DataError(f"{dataset.name} is not in {searched}; download is off. It is at {dataset.homepage}{files}.")
     folder = cache_folder() / dataset.name
     for remote in dataset.remotes:
         download(remote, folder, progress=progress)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpvision.data.batches import NO_ROW, ImageBatches, blank_absent, row_weights
+from dpvision.data.batches import DrawnBatch, ImageBatches, as_microbatch
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.options import Progress
 from dpvision.data.safe_read import open_regular, read_npy
-from dpvision.errors import DataError, Problems
+from dpvision.errors import DataError
 from dpvision.privacy.sampling import Sampling
 from dpvision.privacy.values import Microbatch
 from dpvision.storage.files import disk_errors, replacing
@@ -121,61 +121,28 @@ class FeatureDraws:
 
     def __init__(self, draws: ImageBatches, features: Features, labels: Tensor, device: torch.device | str) -> None:
         self._draws = draws
-        self._rows = _Rows(features.values_NWF.flatten(0, 1).to(device), labels.to(device), features.ways)
+        self._ways = features.ways
+        # The orientations of one image are neighbours.
+        self._values = features.values_NWF.flatten(0, 1).to(device)
+        self._labels = labels.to(device)
 
     @property
     def sampling(self) -> Sampling:
         """How every batch is sampled."""
         return self._draws.sampling
 
-    def batch(self, step: int) -> FeatureBatch:
+    def batch(self, step: int) -> DrawnBatch:
         """Return the batch of ``step``: the same every time."""
-        return FeatureBatch(self._draws.sampling, self._rows, self._draws.rows(step))
+        rows_DR = self._draws.rows(step)
+        return DrawnBatch(self.sampling, self._gather, rows_DR, np.zeros((*rows_DR.shape, 1, 0), dtype=np.uint64))
 
-
-@final
-@dataclass(frozen=True, eq=False)
-class FeatureBatch:
-    """One sampled batch: it can be cut into micro-batches of any size, any number of times. Sensitive."""
-
-    sampling: Sampling
-    _rows: _Rows
-    _rows_DR: NDArray[np.int64]
-
-    def __repr__(self) -> str:
-        return f"FeatureBatch({self.sampling}, sensitive)"
-
-    def microbatches(self, units: int) -> Iterator[Microbatch]:
-        """The draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""
-        problems = Problems()
-        problems.count("units", units)
-        problems.raise_if_any()
-        for start in range(0, len(self._rows_DR), units):
-            rows_UR = self._rows_DR[start : start + units]
-            missing = units - len(rows_UR)
-            yield self._rows.gather(np.pad(rows_UR, ((0, missing), (0, 0)), constant_values=NO_ROW))
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """Features on their device; the orientations of one image are neighbours."""
-
-    values: Tensor
-    labels: Tensor
-    ways: int
-
-    def gather(self, rows_UR: NDArray[np.int64]) -> Microbatch:
-        """Gather the features and labels of a micro-batch; padding rows are zero."""
-        images = np.repeat(rows_UR.reshape(-1), self.ways)
-        way = np.tile(np.arange(self.ways), rows_UR.size)
-        device = self.values.device
-        of_image = torch.from_numpy(np.maximum(images, 0)).to(device)
-        of_row = of_image * self.ways + torch.from_numpy(way).to(device)
-        inputs = self.values.index_select(0, of_row).to(torch.float32)
-        targets = self.labels.index_select(0, of_image)
-        inputs, targets = blank_absent(inputs, targets, images)
-        return Microbatch(inputs, targets, torch.from_numpy(row_weights(rows_UR, self.ways)).to(device))
+    def _gather(self, rows_UR: NDArray[np.int64], _words: NDArray[np.uint64]) -> Microbatch:
+        """Gather the features and labels of a micro-batch."""
+        images = np.repeat(np.maximum(rows_UR.reshape(-1), 0), self._ways)
+        way = np.tile(np.arange(self._ways), rows_UR.size)
+        of_image, of_row = (torch.from_numpy(at).to(self._values.device) for at in (images, images * self._ways + way))
+        inputs = self._values.index_select(0, of_row).to(torch.float32)
+        return as_microbatch(inputs, self._labels.index_select(0, of_image), rows_UR, self._ways)
 
 
 def kept_features(folder: Path, key: str, compute: Callable[[], Features]) -> Features:

@@ -15,11 +15,11 @@ from typing import final
 import numpy as np
 import torch
 
-from dpvision.data.images import SUFFIXES, ImageHeader, decode_all, for_each, is_image, read_header
+from dpvision.data.images import SUFFIXES, decode_all, is_image, read_each, read_header, usable
 from dpvision.data.options import LoadOptions, Progress
 from dpvision.data.store import ImageStore
 from dpvision.data.units import TEST_FOLDERS, TRAIN_FOLDER, unit_names, unit_numbers
-from dpvision.errors import DataError, bad_files_text, printable, shown, some_of
+from dpvision.errors import DataError, printable, shown, some_of
 
 # Sides tried, largest first, when images have no common size and none is asked for.
 USUAL_SIDES = (128, 96, 64, 32)
@@ -40,11 +40,6 @@ class Listing:
     root: Path
     class_names: tuple[str, ...]
     files: tuple[str, ...]
-
-    @property
-    def paths(self) -> list[Path]:
-        """The files' full paths."""
-        return [self.root / file for file in self.files]
 
     @property
     def labels(self) -> torch.Tensor:
@@ -123,15 +118,13 @@ def load_listing(
     units = unit_names(listing.files, options=options, also_known=also_known)
     names = [printable(file) for file in listing.files]
     images, good, bad = decode_all(
-        listing.paths,
+        [listing.root / file for file in listing.files],
         names,
         image_shape=image_shape,
         squash=options.squash,
         skip_bad=options.skip_bad,
         progress=progress,
     )
-    if not good:
-        raise DataError(f"{shown(listing.root)}: all {len(names)} images were skipped: {bad_files_text(bad)}.")
     owners = None if units is None else tuple(units[row] for row in good)
     return ImageStore(
         images=images,
@@ -145,34 +138,29 @@ def load_listing(
     )
 
 
-def shape_for(listing: Listing, options: LoadOptions, *, progress: Progress | None = None) -> tuple[int, int, int]:
+def shape_for(
+    root: Path, files: Sequence[str], options: LoadOptions, *, progress: Progress | None = None
+) -> tuple[int, int, int]:
     """Choose the shape of the images: as the options say, or as most of the headers say.
 
     Most, not all, so that one odd image among many does not change what everyone can see of the run.
+
+    Args:
+        root: the folder.
+        files: image files below it.
+        options: the shape asked for, and whether bad images are skipped.
+        progress: called after each file.
 
     Returns:
         Channels, height and width.
     """
     if options.size is not None and options.channels is not None:
         return options.channels, *options.size
-    looks = _headers(listing, skip_bad=options.skip_bad, progress=progress)
-    grey = 2 * sum(each.grey for each in looks) > len(looks)
-    size = options.size or usual_size([(each.height, each.width) for each in looks])
+    results = read_each(lambda n: read_header(root / files[n]), len(files), what="looking at images", progress=progress)
+    headers, _, _ = usable(results, files, skip_bad=options.skip_bad)
+    grey = 2 * sum(each.grey for each in headers) > len(headers)
+    size = options.size or usual_size([(each.height, each.width) for each in headers])
     return options.channels or (1 if grey else 3), *size
-
-
-def _headers(listing: Listing, *, skip_bad: bool, progress: Progress | None) -> list[ImageHeader]:
-    """Read the header of every image; bad ones are refused, or left out with ``skip_bad``."""
-    paths = listing.paths
-    found = for_each(lambda row: read_header(paths[row]), len(paths), what="looking at images", progress=progress)
-    good = [each for each in found if isinstance(each, ImageHeader)]
-    bad = [(file, each) for file, each in zip(listing.files, found, strict=True) if isinstance(each, str)]
-    if bad and (not skip_bad or not good):
-        raise DataError(
-            f"{len(bad)} of {len(paths)} images can't be read: {bad_files_text(bad)}. "
-            "Repair or remove them, or leave them out with skip_bad."
-        )
-    return good
 
 
 def usual_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from dpvision.data.options import LoadOptions, MaskClasses, Progress
-from dpvision.data.safe_read import open_regular, reading, require_memory
+from dpvision.data.safe_read import open_regular, reading
 from dpvision.data.store import ImageStore
-from dpvision.errors import ArgumentError, BadFile, DataError, bad_files_text, printable, shown
+from dpvision.errors import ArgumentError, BadFile, DataError, bad_files_text, printable, require_memory, shown
 
 MAX_CLASSES = 200
 BACKGROUND = "background"
@@ -90,9 +90,7 @@ def mask_bytes(values: NDArray[Any], mask_classes: MaskClasses) -> NDArray[np.ui
         return (values != 0).astype(np.uint8)
     top = int(values.max(initial=0))
     if top >= MAX_CLASSES:
-        raise BadFile(
-            f"a mask with the value {top} has no class of that number (0 to {MAX_CLASSES - 1}); merge the classes"
-        )
+        raise BadFile(f"a mask with the value {top} has no such class (0 to {MAX_CLASSES - 1}); merge the classes")
     return values.astype(np.uint8)
 
 
@@ -214,6 +212,7 @@ _TURNS = {
 MAX_WORKERS = 8
 _ONE_LARGE = threading.Lock()
 Result = TypeVar("Result")
+BadFiles = tuple[tuple[str, str], ...]  # (name, reason) of each
 
 
 @final
@@ -276,18 +275,18 @@ def scaled(flat: Image.Image, size: tuple[int, int], *, squash: bool, method: Im
     return flat.resize((size[1], size[0]), method, box=box)
 
 
-def for_each(
-    work: Callable[[int], Result],
+def read_each(
+    read: Callable[[int], Result],
     count: int,
     *,
     what: str,
     progress: Progress | None = None,
     workers: int = MAX_WORKERS,
 ) -> list[Result | str]:
-    """Call ``work`` for every number below ``count`` in a few threads.
+    """Read files in a few threads.
 
     Args:
-        work: reads one file, given its number.
+        read: reads one file, given its number.
         count: how many files there are.
         what: the name of the work, for ``progress``.
         progress: called after each file, in order.
@@ -296,17 +295,43 @@ def for_each(
     Returns:
         For each number, in order, the result, or a text that says why the file can't be used.
     """
-    workers = min(workers, os.cpu_count() or 1)
     results: list[Result | str] = []
-    with _strict_pillow(), ThreadPoolExecutor(workers, thread_name_prefix="dpvision-images") as pool:
+    with _strict_pillow(), ThreadPoolExecutor(min(workers, os.cpu_count() or 1), "dpvision-images") as pool:
         try:
-            for result in pool.map(lambda row: _tried(work, row), range(count)):
+            for result in pool.map(lambda row: _tried(read, row), range(count)):
                 results.append(result)
                 if progress is not None:
                     progress(what, len(results), count)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
     return results
+
+
+def usable(
+    results: Sequence[Result | str], names: Sequence[str], *, skip_bad: bool, what: str = "images can't be read"
+) -> tuple[list[Result], list[int], BadFiles]:
+    """Separate the files that could be read from the others.
+
+    Args:
+        results: from ``read_each``.
+        names: the names of the files.
+        skip_bad: leave out bad files, as long as there are good ones.
+        what: what is wrong with bad files, for the message.
+
+    Returns:
+        The results of the good files, their numbers, and (name, reason) of the bad ones.
+
+    Raises:
+        DataError: there are bad files and ``skip_bad`` is off, or all are bad.
+    """
+    bad = tuple((name, why) for name, why in zip(names, results, strict=True) if isinstance(why, str))
+    if bad and (not skip_bad or len(bad) == len(results)):
+        raise DataError(
+            f"{len(bad)} of {len(results)} {what}: {bad_files_text(bad)}. "
+            "Repair or remove them, or leave some of them out with skip_bad."
+        )
+    good = [number for number, result in enumerate(results) if not isinstance(result, str)]
+    return [result for result in results if not isinstance(result, str)], good, bad
 
 
 def decode_all(
@@ -317,7 +342,7 @@ def decode_all(
     squash: bool = False,
     skip_bad: bool = False,
     progress: Progress | None = None,
-) -> tuple[Tensor, list[int], tuple[tuple[str, str], ...]]:
+) -> tuple[Tensor, list[int], BadFiles]:
     """Decode many image files in parallel.
 
     Args:
@@ -333,32 +358,26 @@ def decode_all(
         ones.
 
     Raises:
-        DataError: if files can't be decoded and ``skip_bad`` is off, or if the images do not fit into memory.
+        DataError: see ``usable``; or the images do not fit into memory.
     """
-    pixels = _reserved(len(paths), image_shape)
+    if len(image_shape) != 3 or image_shape[0] not in (1, 3) or min(image_shape) < 1:
+        raise ArgumentError(f"image_shape must be (1 or 3, height, width), got {image_shape}.")
+    what = f"{len(paths)} images of {image_shape}"
+    require_memory(len(paths) * math.prod(image_shape), what)
+    with reading(what):
+        pixels = np.zeros((len(paths), *image_shape), dtype=np.uint8)
 
     def fill(row: int) -> None:
         pixels[row] = decode(paths[row], image_shape=image_shape, squash=squash)
 
-    reasons = for_each(fill, len(paths), what="reading images", progress=progress)
-    bad = tuple((name, reason) for name, reason in zip(names, reasons, strict=True) if reason is not None)
-    if bad and not skip_bad:
-        raise DataError(
-            f"{len(bad)} of {len(paths)} images can't be read: {bad_files_text(bad)}. "
-            "Repair or remove them, or leave them out with skip_bad."
-        )
-    good = [row for row, reason in enumerate(reasons) if reason is None]
+    results = read_each(fill, len(paths), what="reading images", progress=progress)
+    _, good, bad = usable(results, names, skip_bad=skip_bad)
     return torch.from_numpy(pixels[good] if bad else pixels), good, bad
 
 
 def load_images(
-    paths: Sequence[Path | str],
-    *,
-    image_shape: tuple[int, int, int],
-    squash: bool = False,
-    skip_bad: bool = False,
-    progress: Progress | None = None,
-) -> tuple[Tensor, tuple[str, ...], tuple[tuple[str, str], ...]]:
+    paths: Sequence[Path | str], *, image_shape: tuple[int, int, int], squash: bool = False, skip_bad: bool = False
+) -> tuple[Tensor, tuple[str, ...], BadFiles]:
     """Load image files, and all images below folders.
 
     Args:
@@ -366,7 +385,6 @@ def load_images(
         image_shape: channels (1 or 3), height and width of every image.
         squash: see ``decode``.
         skip_bad: leave out files that can't be decoded, instead of refusing all.
-        progress: called after each file.
 
     Returns:
         The images as uint8 (N, C, H, W); their names; (name, reason) of the skipped ones.
@@ -378,39 +396,27 @@ def load_images(
     found = []
     for path in paths:
         with reading(path):
-            found += _expanded(Path(path))
+            found += files_of(Path(path), is_image)
     if not found:
         raise DataError(f"no images given: name files or folders with {', '.join(sorted(SUFFIXES))} files.")
     names = [printable(path) for path in found]
-    pixels, good, bad = decode_all(
-        found, names, image_shape=image_shape, squash=squash, skip_bad=skip_bad, progress=progress
-    )
+    pixels, good, bad = decode_all(found, names, image_shape=image_shape, squash=squash, skip_bad=skip_bad)
     return pixels, tuple(names[row] for row in good), bad
 
 
-def _expanded(path: Path) -> list[Path]:
-    """List the images below a folder, sorted, or the file itself."""
-    if path.is_dir():
-        return sorted(file for file in path.rglob("*") if is_image(file) and file.is_file())
-    if not path.exists():
-        raise DataError(f"{shown(path)} does not exist.")
-    return [path]
+def files_of(source: Path, wanted: Callable[[Path], bool]) -> list[Path]:
+    """List the wanted files below a folder, sorted, or the file itself."""
+    if source.is_dir():
+        return sorted(file for file in source.rglob("*") if wanted(file) and file.is_file())
+    if not source.exists():
+        raise DataError(f"{shown(source)} does not exist.")
+    return [source]
 
 
-def _reserved(rows: int, image_shape: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Allocate zeros for all images after checking that they fit into memory."""
-    if len(image_shape) != 3 or image_shape[0] not in (1, 3) or min(image_shape) < 1:
-        raise ArgumentError(f"image_shape must be (1 or 3, height, width), got {image_shape}.")
-    what = f"{rows} images of {image_shape}"
-    require_memory(rows * math.prod(image_shape), what)
-    with reading(what):
-        return np.zeros((rows, *image_shape), dtype=np.uint8)
-
-
-def _tried(work: Callable[[int], Result], row: int) -> Result | str:
-    """Call ``work`` and return its result, or the reason why the file is bad."""
+def _tried(read: Callable[[int], Result], row: int) -> Result | str:
+    """Call ``read`` and return its result, or the reason why the file is bad."""
     try:
-        return work(row)
+        return read(row)
     except (BadFile, DataError) as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - decoders raise anything on hostile bytes; the reason is reported

@@ -53,13 +53,8 @@ def load(source: str | Path, options: LoadOptions | None = None, *, progress: Pr
     Raises:
         DataError: if the source does not exist or can't be read as what it should be.
     """
-    options = options or LoadOptions()
-    constants: Normalisation | None = None
     with reading(source):
-        if options.segmentation:
-            train, test = _load_segmentation(source, options, None, progress)
-        else:
-            train, test, constants = _load_classes(source, options, progress)
+        train, test, constants = _load(source, options or LoadOptions(), None, progress)
     channels = train.image_shape[0]
     normalisation = (constants or fixed_normalisation(channels)).for_channels(channels)
     return Splits(train=train, test=test, normalisation=normalisation)
@@ -86,26 +81,18 @@ def load_one(
     Raises:
         DataError: as for ``load``, and if the source has a class that the model does not have.
     """
-    options = (options or LoadOptions()).without_units()
     with reading(source):
-        path = Path(source)
-        if options.segmentation:
-            train, test = _load_segmentation(source, options, class_names, progress)
-            return test or train
-        if not _is_name(source) and path.is_dir() and not _is_dataset_folder(path):
-            folder, test_folder = split_folders(path)
-            listing = list_classes(test_folder or folder, class_names=class_names, least=1)
-            shape = shape_for(listing, options, progress=progress)
-            return load_listing(listing, image_shape=shape, options=options, name=_name_of(path), progress=progress)
-        train, test, _ = _load_classes(source, options, progress)
-        return _with_classes(test or train, class_names)
+        train, test, _ = _load(source, (options or LoadOptions()).without_units(), class_names, progress)
+    return _with_classes(test or train, class_names)
 
 
-def _load_classes(
-    source: str | Path, options: LoadOptions, progress: Progress | None
+def _load(
+    source: str | Path, options: LoadOptions, class_names: Sequence[str] | None, progress: Progress | None
 ) -> tuple[ImageStore, ImageStore | None, Normalisation | None]:
-    """Load images with one class each, and the published constants if the dataset has any."""
+    """Load both splits, and the published constants if the dataset has any."""
     path = Path(source)
+    if options.segmentation:
+        return *_load_segmentation(source, options, class_names, progress), None
     if _is_name(source):
         _refuse_units(options)
         if source == DIGITS:
@@ -114,11 +101,11 @@ def _load_classes(
         dataset = DATASETS[str(source)]
         return *_load_dataset(locate(dataset, options, progress=progress), dataset.name, options), dataset.normalisation
     _require_path(source)
-    if options.window is not None and path.suffix != ".npz":
+    if options.window is not None and path.suffix != ".npz" and not options.public:
         raise DataError(f"{shown(path)} has no intensities for a window: that is for .npz files and volumes.")
     if path.is_dir() and not _is_dataset_folder(path):
         refuse_pickled_cifar(open_cifar(path))
-        return *_load_folder(path, options, progress), None
+        return *_load_folder(path, options, class_names, progress), None
     if path.suffix == ".npz":
         _refuse_units(options, npz=True)
         return *_fitted(*load_npz(path, options), options), None
@@ -127,9 +114,7 @@ def _load_classes(
     elif path.is_dir() or path.suffix in (".gz", ".tgz", ".tar"):
         name = "cifar10" if any(each.startswith("data_batch") for each in open_cifar(path).names) else "cifar100"
     else:
-        raise DataError(
-            f"{shown(path)} is not a source: give a folder of class folders, an .npz file or a CIFAR archive."
-        )
+        raise DataError(f"{shown(path)} is no source: give a folder of class folders, an .npz file or a CIFAR archive.")
     _refuse_units(options)
     return *_load_dataset(path, name, options), DATASETS[name].normalisation if name else None
 
@@ -155,17 +140,19 @@ def _load_segmentation(
     return with_foreground(train), None if test is None else with_foreground(test)
 
 
-def _load_folder(path: Path, options: LoadOptions, progress: Progress | None) -> Pair:
-    """Load a folder of class folders, or of train/ and test/ folders with class folders."""
-    train_folder, test_folder = split_folders(path)
-    listing = list_classes(train_folder)
-    test_listing = None if test_folder is None else list_classes(test_folder, class_names=listing.class_names)
-    shape = shape_for(listing, options, progress=progress)
-    test_files = () if test_listing is None else test_listing.files
+def _load_folder(
+    path: Path, options: LoadOptions, class_names: Sequence[str] | None, progress: Progress | None
+) -> Pair:
+    """Load a folder of class folders, or of train/ and test/ folders with class folders; of public data one of them."""
     name = _name_of(path)
-    train = load_listing(
-        listing, image_shape=shape, options=options, name=name, also_known=test_files, progress=progress
-    )
+    train_folder, test_folder = split_folders(path)
+    if options.public:
+        train_folder, test_folder = test_folder or train_folder, None
+    listing = list_classes(train_folder, class_names=class_names, least=1 if options.public else 2)
+    test_listing = None if test_folder is None else list_classes(test_folder, class_names=listing.class_names)
+    shape = shape_for(listing.root, listing.files, options, progress=progress)
+    known = () if test_listing is None else test_listing.files
+    train = load_listing(listing, image_shape=shape, options=options, name=name, also_known=known, progress=progress)
     if test_listing is None:
         return train, None
     public = options.without_units()

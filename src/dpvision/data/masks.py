@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -20,19 +20,20 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from dpvision.data.image_folder import Listing, files_below, shape_for, split_folders, usual_size
+from dpvision.data.image_folder import files_below, shape_for, split_folders, usual_size
 from dpvision.data.images import (
     MAX_WORKERS,
     SIXTEEN_BIT,
     decode,
-    for_each,
     is_image,
     mask_bytes,
     mask_class_names,
     opened,
+    read_each,
     read_header,
     scaled,
     upright,
+    usable,
 )
 from dpvision.data.nifti import SUFFIXES as VOLUME_SUFFIXES
 from dpvision.data.nifti import (
@@ -45,25 +46,21 @@ from dpvision.data.nifti import (
     volume_shape,
 )
 from dpvision.data.options import LoadOptions, MaskClasses, Progress
-from dpvision.data.safe_read import require_memory
 from dpvision.data.store import ImageStore
 from dpvision.data.units import unit_names, unit_numbers
-from dpvision.errors import BadFile, DataError, bad_files_text, printable, shown, some_of
+from dpvision.errors import BadFile, DataError, printable, require_memory, shown, some_of
 
 # Compression blurs the edges of a mask: from here up a JPEG's pixel is foreground.
 JPEG_THRESHOLD = 128
 
 
-def decode_mask(
-    path: Path, *, size: tuple[int, int], squash: bool = False, mask_classes: MaskClasses = "merged"
-) -> NDArray[np.uint8]:
+def decode_mask(path: Path, size: tuple[int, int], options: LoadOptions) -> NDArray[np.uint8]:
     """Decode one mask file as its image is decoded.
 
     Args:
         path: the file; PNG, TIFF and BMP keep class numbers, JPEG only foreground and background.
         size: height and width of the result.
-        squash: as for the image.
-        mask_classes: "merged" or "classes", see ``mask_bytes``.
+        options: how to scale, and whether classes are merged.
 
     Returns:
         uint8 classes (H, W).
@@ -73,9 +70,9 @@ def decode_mask(
     """
     with opened(path) as image:
         image.load()
-        classes = mask_bytes(_numbers(image, mask_classes), mask_classes)
+        classes = mask_bytes(_numbers(image, options.mask_classes), options.mask_classes)
         flat = upright(Image.fromarray(classes), image)
-    return np.asarray(scaled(flat, size, squash=squash, method=Image.Resampling.NEAREST))
+    return np.asarray(scaled(flat, size, squash=options.squash, method=Image.Resampling.NEAREST))
 
 
 def with_foreground(store: ImageStore) -> ImageStore:
@@ -123,9 +120,7 @@ class Pairs:
         return is_volume(Path(self.files[0]))
 
 
-@final
-@dataclass(frozen=True)
-class _Rows:
+class _Rows(NamedTuple):
     """The rows of one file: images, masks and names."""
 
     images_NCHW: Tensor
@@ -158,22 +153,20 @@ def load_pairs(
         raise DataError(f"{shown(source)} needs masks: name the folder, or the file, where they are.")
     folders = _splits(source, Path(options.masks))
     # Of public data the test part is wanted, if there is one.
-    parts = [find_pairs(*each) for each in (folders[-1:] if options.public else folders)]
-    if parts[0].volumes:
+    first, *rest = [find_pairs(*each) for each in (folders[-1:] if options.public else folders)]
+    if first.volumes:
         require_nibabel()
     elif options.window is not None:
         raise DataError(f"{shown(source)} has no intensities for a window: that is for .npz files and volumes.")
-    shape = _shape_for(parts[0], options, progress)
-    name, test_files = shown(source.resolve().name), [file for part in parts[1:] for file in part.files]
-    owners = _owners(parts[0], options, also_known=test_files)
-    reader = _Reader(options, shape, progress)
-    train = reader.store(parts[0], owners, name=name, class_names=class_names)
-    if len(parts) == 1:
+    shape = _shape_for(first, options, progress)
+    name = shown(source.resolve().name)
+    owners = _owners(first, options, also_known=[file for part in rest for file in part.files])
+    train = _store(first, owners, shape, options, name=name, class_names=class_names, progress=progress)
+    if not rest:
         return train, None
-    public = options.without_units()
-    reader = _Reader(public, shape, progress)
-    owners = _owners(parts[1], public)
-    return train, reader.store(parts[1], owners, name=f"{name} test", class_names=train.class_names)
+    public, names = options.without_units(), train.class_names
+    owners = _owners(rest[0], public)
+    return train, _store(rest[0], owners, shape, public, name=f"{name} test", class_names=names, progress=progress)
 
 
 def find_pairs(images: Path, masks: Path) -> Pairs:
@@ -254,15 +247,17 @@ def _owners(pairs: Pairs, options: LoadOptions, *, also_known: Sequence[str] = (
     otherwise.
     """
     found = unit_names(pairs.files, options=options, also_known=also_known)
-    if found is None and pairs.volumes:
-        found = [printable(_stem(file)) for file in pairs.files]
-    if pairs.volumes and options.window is None and not options.public and not options.owners_are_units(found):
+    if not pairs.volumes:
+        return found
+    found = found or [printable(_stem(file)) for file in pairs.files]
+    slices_are_units = not options.public and not options.owners_are_units(found)
+    if slices_are_units and options.window is None:
         # A volume's own range would make each of its slices depend on the others.
         raise DataError(
             "volumes whose slices are the units need a window: intensities that are public, such as -160 240 for the "
             "liver in CT. Without it a volume is scaled by its own values, which only its owner as the unit allows."
         )
-    if pairs.volumes and options.skip_bad and not options.public and not options.owners_are_units(found):
+    if slices_are_units and options.skip_bad:
         raise DataError(
             "skip_bad must be off for volumes whose slices are the units: one bad slice would take the others with it."
         )
@@ -272,110 +267,86 @@ def _owners(pairs: Pairs, options: LoadOptions, *, also_known: Sequence[str] = (
 def _shape_for(pairs: Pairs, options: LoadOptions, progress: Progress | None) -> Shape:
     """Choose the shape of the rows: as the options say, or as most of the headers say."""
     if not pairs.volumes:
-        listing = Listing(root=pairs.root, class_names=(), files=pairs.files)
-        return shape_for(listing, options, progress=progress)
+        return shape_for(pairs.root, pairs.files, options, progress=progress)
     if options.size is not None:
         return options.channels or 1, *options.size
-    found = for_each(
-        lambda n: _slice_size(volume_shape(pairs.root / pairs.files[n]), options.volume_axis),
-        len(pairs.files),
-        what="looking at volumes",
-        progress=progress,
-    )
+
+    def slice_size(n: int) -> tuple[int, int]:
+        sides = list(volume_shape(pairs.root / pairs.files[n]))
+        del sides[options.volume_axis]
+        return sides[0], sides[1]
+
+    found = read_each(slice_size, len(pairs.files), what="looking at volumes", progress=progress)
     sizes = [size for size in found if not isinstance(size, str)]
     # Without any size every volume is bad, and reading them will say why.
     height, width = usual_size(sizes) if sizes else (1, 1)
     return options.channels or 1, height, width
 
 
-def _slice_size(shape: Shape, axis: int) -> tuple[int, int]:
-    """The height and width of a slice across ``axis``."""
-    height, width = (side for other, side in enumerate(shape) if other != axis)
-    return height, width
+def _store(
+    pairs: Pairs,
+    owners: Sequence[str] | None,
+    shape: Shape,
+    options: LoadOptions,
+    *,
+    name: str,
+    class_names: Sequence[str] | None,
+    progress: Progress | None,
+) -> ImageStore:
+    """Read all pairs into one store of this shape. A file that can't be used is an error, or skipped and counted."""
+    names = [printable(file) for file in pairs.files]
+    # A volume has at least one slice.
+    require_memory(len(names) * math.prod(shape), f"{len(names)} images with masks")
+    results = read_each(
+        lambda n: (_read_volume if pairs.volumes else _read_image)(pairs, n, shape, options),
+        len(names),
+        what="reading images and masks",
+        progress=progress,
+        workers=VOLUME_WORKERS if pairs.volumes else MAX_WORKERS,
+    )
+    found, good, bad = usable(results, names, skip_bad=options.skip_bad, what="images or their masks can't be used")
+    masks_NHW = torch.cat([rows.masks_NHW for rows in found])
+    of_rows = owners and tuple(owners[n] for n, rows in zip(good, found, strict=True) for _ in rows.names)
+    store = ImageStore(
+        images=torch.cat([rows.images_NCHW for rows in found]),
+        labels=masks_NHW,
+        class_names=tuple(class_names or mask_class_names([masks_NHW.numpy()], options.mask_classes)),
+        unit_of_row=unit_numbers(of_rows, len(masks_NHW), options),
+        owners=of_rows,
+        name=name,
+        row_names=tuple(each for rows in found for each in rows.names),
+        skipped=bad,
+    )
+    return with_foreground(store) if options.only_foreground else store
 
 
-@final
-@dataclass(frozen=True)
-class _Reader:
-    """Reads files into rows of one shape."""
+def _read_image(pairs: Pairs, n: int, shape: Shape, options: LoadOptions) -> _Rows:
+    """Read an image and its mask."""
+    path, mask_path = pairs.root / pairs.files[n], pairs.mask_root / pairs.masks[n]
+    image = decode(path, image_shape=shape, squash=options.squash)
+    with _about(mask_path):
+        here, there = read_header(path), read_header(mask_path)
+        if (here.height, here.width) != (there.height, there.width):
+            raise BadFile(f"{there.height}×{there.width}, but its image is {here.height}×{here.width}")
+        mask = decode_mask(mask_path, shape[1:], options)
+    # Copies: Pillow's own memory is read-only.
+    images, masks = (torch.from_numpy(each.copy())[None] for each in (image, mask))
+    return _Rows(images, masks, (printable(pairs.files[n]),))
 
-    options: LoadOptions
-    image_shape: Shape
-    progress: Progress | None
 
-    def store(
-        self, pairs: Pairs, owners: Sequence[str] | None, *, name: str, class_names: Sequence[str] | None
-    ) -> ImageStore:
-        """Read all pairs into one store. A file that can't be used is an error, or skipped and counted."""
-        found, good, bad = self._read(pairs)
-        masks_NHW = torch.cat([rows.masks_NHW for rows in found])
-        of_rows = (
-            None
-            if owners is None
-            else tuple(owners[n] for n, rows in zip(good, found, strict=True) for _ in rows.names)
-        )
-        names = class_names or mask_class_names([masks_NHW.numpy()], self.options.mask_classes)
-        store = ImageStore(
-            images=torch.cat([rows.images_NCHW for rows in found]),
-            labels=masks_NHW,
-            class_names=tuple(names),
-            unit_of_row=unit_numbers(of_rows, len(masks_NHW), self.options),
-            owners=of_rows,
-            name=name,
-            row_names=tuple(each for rows in found for each in rows.names),
-            skipped=bad,
-        )
-        return with_foreground(store) if self.options.only_foreground else store
-
-    def _read(self, pairs: Pairs) -> tuple[list[_Rows], list[int], tuple[tuple[str, str], ...]]:
-        """Return the rows of the usable files, which files those are, and (name, reason) of the skipped ones."""
-        read = self._volume if pairs.volumes else self._image
-        # A volume has at least one slice.
-        require_memory(len(pairs.files) * math.prod(self.image_shape), f"{len(pairs.files)} images with masks")
-        results = for_each(
-            lambda n: read(pairs, n),
-            len(pairs.files),
-            what="reading images and masks",
-            progress=self.progress,
-            workers=VOLUME_WORKERS if pairs.volumes else MAX_WORKERS,
-        )
-        bad = tuple((printable(pairs.files[n]), why) for n, why in enumerate(results) if isinstance(why, str))
-        if bad and (not self.options.skip_bad or len(bad) == len(results)):
-            raise DataError(
-                f"{len(bad)} of {len(results)} images or their masks can't be used: {bad_files_text(bad)}. "
-                "Repair or remove them, or leave some of them out with skip_bad."
-            )
-        good = [n for n, rows in enumerate(results) if not isinstance(rows, str)]
-        return [rows for rows in results if not isinstance(rows, str)], good, bad
-
-    def _image(self, pairs: Pairs, n: int) -> _Rows:
-        """Read an image and its mask."""
-        path, mask_path, squash = pairs.root / pairs.files[n], pairs.mask_root / pairs.masks[n], self.options.squash
-        size = self.image_shape[1:]
-        image = decode(path, image_shape=self.image_shape, squash=squash)
-        with _about(mask_path):
-            here, there = read_header(path), read_header(mask_path)
-            if (here.height, here.width) != (there.height, there.width):
-                raise BadFile(f"{there.height}×{there.width}, but its image is {here.height}×{here.width}")
-            mask = decode_mask(mask_path, size=size, squash=squash, mask_classes=self.options.mask_classes)
-        # Copies: Pillow's own memory is read-only.
-        images, masks = (torch.from_numpy(each.copy())[None] for each in (image, mask))
-        return _Rows(images, masks, (printable(pairs.files[n]),))
-
-    def _volume(self, pairs: Pairs, n: int) -> _Rows:
-        """Read a volume and its mask, slice by slice."""
-        volume = open_volume(pairs.root / pairs.files[n])
-        images = volume_images(volume, image_shape=self.image_shape, options=self.options)
-        mask_path = pairs.mask_root / pairs.masks[n]
-        with _about(mask_path):
-            mask = open_volume(mask_path)
-            require_same_place(volume, mask)
-            masks = volume_masks(mask, size=self.image_shape[1:], options=self.options)
-        kept = torch.arange(len(masks))
-        if self.options.only_foreground:
-            kept = kept[(masks > 0).flatten(1).any(1)]
-        names = tuple(f"{printable(pairs.files[n])} slice {index}" for index in kept.tolist())
-        return _Rows(images[kept], masks[kept], names)
+def _read_volume(pairs: Pairs, n: int, shape: Shape, options: LoadOptions) -> _Rows:
+    """Read a volume and its mask, slice by slice."""
+    volume, mask_path = open_volume(pairs.root / pairs.files[n]), pairs.mask_root / pairs.masks[n]
+    images = volume_images(volume, image_shape=shape, options=options)
+    with _about(mask_path):
+        mask = open_volume(mask_path)
+        require_same_place(volume, mask)
+        masks = volume_masks(mask, size=shape[1:], options=options)
+    kept = torch.arange(len(masks))
+    if options.only_foreground:
+        kept = kept[(masks > 0).flatten(1).any(1)]
+    names = tuple(f"{printable(pairs.files[n])} slice {index}" for index in kept.tolist())
+    return _Rows(images[kept], masks[kept], names)
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, final
 import numpy as np
 from numpy.typing import NDArray
 
-from dpvision.data.safe_read import open_regular, open_unpacked, read_exactly, reading, require_memory
+from dpvision.data.safe_read import open_regular, open_unpacked, read_exactly, reading
 from dpvision.data.store import ImageStore, store_of_arrays
-from dpvision.errors import BadFile, DataError, printable, shown, some_of
+from dpvision.errors import BadFile, DataError, printable, require_memory, shown, some_of
 
 IMAGES_MAGIC, LABELS_MAGIC = 0x00000803, 0x00000801
 IDX_STEMS = {"train": "train", "test": "t10k"}
@@ -50,6 +50,8 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
             raise BadFile(f"not an idx file of bytes: its magic number is {magic:#010x}")
         dimensions = magic & 0xFF
         shape = struct.unpack(f">{dimensions}I", read_exactly(file, 4 * dimensions))
+        if 0 in shape[1:]:
+            raise BadFile(f"its header promises images without pixels (shape {shape})")
         size = math.prod(shape)
         if size > most:
             raise BadFile(f"its header promises {size} bytes (shape {shape}), more than the file can hold")
@@ -89,9 +91,7 @@ def load_idx(folder: Path, split: str, *, name: str, class_names: tuple[str, ...
         raise DataError(f"{shown(folder)} has no {IDX_STEMS[split]}-{missing}-idx… file beside the other one.")
     images, labels = map(read_idx, found)
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
-        raise DataError(
-            f"{shown(folder)}: images {images.shape} and labels {labels.shape} of the {split} split don't match."
-        )
+        raise DataError(f"{shown(folder)}: {split} images {images.shape} and labels {labels.shape} don't match.")
     names = class_names or tuple(str(label) for label in range(int(labels.max(initial=0)) + 1))
     return store_of_arrays(images=images[:, None], labels=labels, class_names=names, name=f"{name} {split}")
 

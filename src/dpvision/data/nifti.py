@@ -20,8 +20,8 @@ from torch import Tensor
 
 from dpvision.data.images import mask_bytes, resized, resized_masks, windowed, with_channels
 from dpvision.data.options import LoadOptions
-from dpvision.data.safe_read import open_unpacked, read_exactly, reading, require_memory
-from dpvision.errors import BadFile, DataError, shown
+from dpvision.data.safe_read import open_unpacked, read_exactly, reading
+from dpvision.errors import BadFile, DataError, require_memory, shown
 
 SUFFIXES = (".nii.gz", ".nii")
 # 512 × 512 pixels in 1,024 slices: more is a mistake or a bomb.

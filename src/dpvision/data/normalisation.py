@@ -64,23 +64,15 @@ class Normalisation:
         )
         problems.raise_if_any()
 
-    def apply(self, images: Tensor, *, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        """Normalise images.
-
-        Args:
-            images: uint8 (N, C, H, W).
-            memory_format: of the result.
-
-        Returns:
-            float32 of the same shape, on the same device.
-        """
+    def apply(self, images: Tensor) -> Tensor:
+        """Normalise uint8 images (N, C, H, W): contiguous float32 of the same shape, on the same device."""
         if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (len(self.mean), 3, 1):
             raise ArgumentError(f"images must be uint8 (N, C, H, W), got {images.dtype} {tuple(images.shape)}.")
         own = self.for_channels(images.shape[1])
         shape = (1, -1, 1, 1)
         scale = torch.tensor([1 / (255 * std) for std in own.std], device=images.device).view(shape)
         shift = torch.tensor([-m / s for m, s in zip(own.mean, own.std, strict=True)], device=images.device).view(shape)
-        return images.to(torch.float32, memory_format=memory_format, copy=True).mul_(scale).add_(shift)
+        return images.to(torch.float32, memory_format=torch.contiguous_format, copy=True).mul_(scale).add_(shift)
 
     def for_channels(self, channels: int) -> Normalisation:
         """Return the same constants for grey images shown in colour, or colour images shown in grey.
@@ -135,10 +127,7 @@ def released_normalisation(
     v_u is scaled back onto the bound before it is added. The noise on S has ``noise_multiplier`` times the bound as
     its standard deviation, and the divisor is the public ``num_units``. All that follows is post-processing.
     """
-    problems = Problems()
-    problems.count("num_units", num_units)
-    problems.positive("noise_multiplier", noise_multiplier)
-    problems.raise_if_any()
+    Problems().count("num_units", num_units).positive("noise_multiplier", noise_multiplier).raise_if_any()
     channels = store.image_shape[0]
     draws = np.asarray(normals(keys.derive("statistics", "normalisation"), 2 * channels), dtype=np.float64)
     if draws.shape != (2 * channels,):

@@ -12,6 +12,7 @@ import gzip
 import math
 import os
 import stat
+import sys
 import tokenize
 import warnings
 import zipfile
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from dpvision.errors import BadFile, DataError, shown
+from dpvision.errors import BadFile, DataError, require_memory, shown
 
 MAX_DEFLATE_RATIO = 1100
 """Deflate compresses by 1 : 1032 at most, so a header that promises more than this lies."""
@@ -97,22 +98,6 @@ def read_exactly(file: BinaryIO, count: int) -> bytearray:
     return found
 
 
-def require_memory(size: int, what: object) -> None:
-    """Refuse an allocation of ``size`` bytes that exceeds the machine's memory.
-
-    Without this check the operating system may kill the process instead of refusing the allocation.
-
-    Args:
-        size: bytes.
-        what: what needs them, for the message.
-
-    Raises:
-        DataError: if the machine has less physical memory.
-    """
-    if size > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-        raise DataError(f"{shown(what)} needs {size} bytes, more than this machine has. Use smaller or fewer images.")
-
-
 @contextmanager
 def reading(source: object) -> Iterator[None]:
     """Turn what goes wrong with ``source`` inside the ``with`` block into a one-line ``DataError``."""
@@ -167,7 +152,7 @@ def read_npy(file: IO[bytes], *, size: int, where: str) -> NDArray[Any]:
     shape, dtype = _header(file, where)
     if dtype.hasobject:
         raise DataError(f"{where} is refused: it holds pickled objects. Save plain numbers or texts.")
-    whole = all(type(side) is int and side >= 0 for side in shape)  # the header may say True
+    whole = all(type(side) is int and 0 <= side < 2**63 for side in shape)  # the header may say True
     if dtype.itemsize == 0 or dtype.subdtype is not None or len(shape) > _MAX_DIMENSIONS or not whole:
         raise DataError(f"{where} is refused: {dtype} of shape {shape} is no array of numbers or texts.")
     promised = math.prod(shape) * dtype.itemsize
@@ -181,12 +166,15 @@ def read_npy(file: IO[bytes], *, size: int, where: str) -> NDArray[Any]:
             values: NDArray[Any] = npy.read_array(file, allow_pickle=False)
     except ValueError as error:
         raise DataError(f"{where} ends too early: {promised} bytes were promised.") from error
-    try:
-        if dtype.kind == "U":
-            "".join(values.reshape(-1).tolist()).encode()
-    except (ValueError, SystemError) as error:
-        raise DataError(f"{where} is refused: it holds texts with characters that don't exist.") from error
+    if dtype.kind == "U" and not _are_characters(values):
+        raise DataError(f"{where} is refused: it holds texts with characters that don't exist.")
     return values
+
+
+def _are_characters(texts: NDArray[np.str_]) -> bool:
+    """Return whether all numbers in an array of texts are characters of Unicode; numpy does not check it."""
+    codes = np.ascontiguousarray(texts.reshape(-1), texts.dtype.newbyteorder("=")).view(np.uint32)
+    return not bool(((codes > sys.maxunicode) | ((codes >= 0xD800) & (codes <= 0xDFFF))).any())
 
 
 def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[Any]]:

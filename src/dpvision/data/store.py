@@ -71,9 +71,8 @@ class ImageStore:
             if texts is not None and len(texts) != rows:
                 raise DataError(f"{name} must name {rows} rows, got {len(texts)}.")
         if rows and not (int(self.labels.min()) >= 0 and int(self.labels.max()) < self.num_classes):
-            raise DataError(
-                f"labels must lie in 0..{self.num_classes - 1}, got {int(self.labels.min())}..{int(self.labels.max())}."
-            )
+            low, high = int(self.labels.min()), int(self.labels.max())
+            raise DataError(f"labels must lie in 0..{self.num_classes - 1}, got {low}..{high}.")
         if rows and int(self.unit_of_row.min()) < 0:
             raise DataError(f"unit_of_row must be >= 0, got {int(self.unit_of_row.min())}.")
 

@@ -108,7 +108,7 @@ def _resolved(
             unknown.append(name)
     if unclear:
         raise DataError(
-            f"{shown(path)} names {len(unclear)} files which fit several files or units: {some_of(unclear)}."
+            f"{shown(path)} names {len(unclear)} files that fit several files or units: {some_of(unclear)}."
         )
     return unit_of, unknown
 
@@ -124,9 +124,7 @@ def _rows(path: Path, column: str | None) -> list[tuple[str, str]]:
     needed = max(file_at, unit_at)
     bad = [line for line in lines if len(line) <= needed or not line[file_at] or not line[unit_at]]
     if bad:
-        raise DataError(
-            f"{shown(path)}: {len(bad)} rows have no file or no unit: {some_of([','.join(b) for b in bad])}."
-        )
+        raise DataError(f"{shown(path)}: {len(bad)} rows lack a file or a unit: {some_of([','.join(b) for b in bad])}.")
     return [(line[file_at].replace("\\", "/").removeprefix("./"), line[unit_at]) for line in lines]
 
 
@@ -141,7 +139,6 @@ def _columns(lines: list[list[str]], column: str | None, path: Path) -> tuple[in
     if column is None:
         return (0, 1, lines) if file_at is None else (file_at, 1 - file_at, lines[1:])
     if column not in lines[0] or file_at is None:
-        raise DataError(
-            f"{shown(path)} needs a heading with 'file' and {shown(column)!r}, got {some_of(lines[0], limit=8)}."
-        )
+        found = some_of(lines[0], limit=8)
+        raise DataError(f"{shown(path)} needs a heading with 'file' and {shown(column)!r}, got {found}.")
     return file_at, lines[0].index(column), lines[1:]

@@ -1,7 +1,7 @@
 """The clipped sum of per-unit gradients: one forward, one backward, exact.
 
 ``clipped_sum_of_batch`` cuts a draw into micro-batches, computes every unit's gradient (``per_unit``), scales it to at
-most ``clip_norm`` (``privacy.clipping``) and adds it up in float64. The result is sensitive: only ``noise.privatize``
+most ``clip_norm`` (``privacy.clipping``) and adds it up in float64. The result is sensitive: only ``noise.noisy_mean``
 may open it.
 
 Shapes: U units, R rows per unit.
@@ -29,7 +29,7 @@ from dpvision.kernels.memory import GivingBack, give_back_freed_memory
 from dpvision.privacy.clipping import Clipper
 from dpvision.privacy.mechanism import Clipping
 from dpvision.privacy.sampling import Sampling
-from dpvision.privacy.values import Batch, ClippedSum, Microbatch
+from dpvision.privacy.values import Batch, ClippedSum, Microbatch, RowTree, map_tensors, number_of_rows, row_tensors
 
 
 @final
@@ -89,8 +89,8 @@ _LARGE: Final = 1 << 25  # parameters from which on memory is given back to the 
 def clipped_sum(
     model: nn.Module,
     loss_fn: LossFunction,
-    inputs: Tensor,
-    targets: Tensor,
+    inputs: RowTree,
+    targets: RowTree,
     *,
     clip_norm: float,
     clipping: Clipping = "flat",
@@ -102,8 +102,9 @@ def clipped_sum(
     Args:
         model: any module whose rows do not influence each other.
         loss_fn: from outputs and targets to one loss per row.
-        inputs: rows; rows ``u * rows_per_unit`` and following belong to unit u.
-        targets: as many targets.
+        inputs: rows; rows ``u * rows_per_unit`` and following belong to unit u. A tensor, or a dict (given to the model
+            by keyword), tuple or list (by position) of tensors with their rows in dimension 0.
+        targets: as many targets, in the same forms.
         clip_norm: L2 bound on one unit's contribution, above zero.
         clipping: "flat" scales a gradient that is too long down, "automatic" brings every gradient to nearly
             ``clip_norm``, "per_layer" scales each layer's part down to its even share of it.
@@ -221,7 +222,8 @@ def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performan
     if _EVEN * unit <= min(2 * memory, 3 * sums):
         fitting = max(fitting, _EVEN)
     # What a model works with between its layers is not counted, and may be much for images (a scattering transform).
-    most = _MOST_FEATURE_ROWS if like.inputs.dim() == 2 or _only_linear(network) else _MOST_IMAGES
+    features = all(x.dim() <= 2 for x in row_tensors(like.inputs))
+    most = _MOST_FEATURE_ROWS if features or _only_linear(network) else _MOST_IMAGES
     even = _EVEN if fitting >= _EVEN else 2 if fitting >= 2 else 1
     return max(1, min(most, fitting // even * even))
 
@@ -253,17 +255,17 @@ class Rows:
         rows_per_unit: rows of one unit.
     """
 
-    inputs: Tensor
-    targets: Tensor
+    inputs: RowTree
+    targets: RowTree
     rows_per_unit: int
 
     def __post_init__(self) -> None:
-        rows = self.inputs.shape[0] if self.inputs.dim() else -1
+        shapes = [x.shape for x in (*row_tensors(self.inputs), *row_tensors(self.targets))]
+        rows = number_of_rows(self.inputs)
         problems = Problems()
         problems.require(
-            self.targets.dim() > 0 and self.targets.shape[0] == rows,
-            f"inputs and targets must have as many rows, got shapes {tuple(self.inputs.shape)} and "
-            f"{tuple(self.targets.shape)}.",
+            all(shape[:1] == (rows,) for shape in shapes),
+            f"inputs and targets must have as many rows, got shapes {' and '.join(str(tuple(s)) for s in shapes)}.",
         )
         problems.require(
             rows % self.rows_per_unit == 0,
@@ -279,8 +281,10 @@ class Rows:
     def microbatches(self, units: int) -> Iterator[Microbatch]:
         """Yield slices of ``units`` units; the last one may be smaller."""
         size = units * self.rows_per_unit
-        for first in range(0, self.inputs.shape[0], size):
-            inputs, targets = self.inputs[first : first + size], self.targets[first : first + size]
-            shape = (inputs.shape[0] // self.rows_per_unit, self.rows_per_unit)
+        device = row_tensors(self.inputs)[0].device
+        for first in range(0, number_of_rows(self.inputs), size):
+            mine = slice(first, first + size)
+            inputs, targets = (map_tensors(lambda x, mine=mine: x[mine], tree) for tree in (self.inputs, self.targets))
+            shape = (number_of_rows(inputs) // self.rows_per_unit, self.rows_per_unit)
             weights = torch.full(shape, 1 / self.rows_per_unit, dtype=torch.float64)
-            yield Microbatch(inputs, targets, weights.to(inputs.device))
+            yield Microbatch(inputs, targets, weights.to(device))

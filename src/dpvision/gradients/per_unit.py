@@ -29,9 +29,9 @@ from dpvision.gradients.layer_gradient import LayerGradient, MaterialisedGradien
 from dpvision.gradients.ownership import ParameterOwner
 from dpvision.gradients.rules import LayerCall
 from dpvision.kernels.channels_last import laid_out
-from dpvision.privacy.values import Microbatch
+from dpvision.privacy.values import Microbatch, RowTree, map_tensors, row_tensors
 
-LossFunction = Callable[[Any, Tensor], Tensor]
+LossFunction = Callable[[Any, Any], Tensor]
 """From the model's outputs and the targets to one loss per row."""
 
 RowsPerEntry = int | None
@@ -220,11 +220,18 @@ def backpropagate(calls: list[CapturedCall], losses: Tensor, weights: Tensor) ->
         call.gradients = [None if output is None else next(found) for output in call.outputs]
 
 
-def row_losses(model: Callable[[Tensor], Any], loss_fn: LossFunction, microbatch: Microbatch) -> Tensor:
+def call_model(model: Callable[..., Any], inputs: RowTree) -> Any:
+    """Call the model with a tensor as it is, with a dict by keyword, with a tuple or a list by position."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+
+def row_losses(model: Callable[..., Any], loss_fn: LossFunction, microbatch: Microbatch) -> Tensor:
     """Run the model and the loss on a micro-batch.
 
     Args:
-        model: a module or a function of the inputs.
+        model: a module or a function of the inputs, called as ``call_model`` says.
         loss_fn: from outputs and targets to one loss per row.
         microbatch: the rows.
 
@@ -235,9 +242,9 @@ def row_losses(model: Callable[[Tensor], Any], loss_fn: LossFunction, microbatch
         ArgumentError: ``loss_fn`` returned anything else; a mean or a sum over rows can't be split into units.
     """
     rows = microbatch.row_weights_UR.numel()
-    if microbatch.inputs.shape[0] != rows:
-        raise ArgumentError(f"row_weights_UR must have one entry per row, got {rows} for {microbatch.inputs.shape[0]}.")
-    losses: Any = loss_fn(model(microbatch.inputs), microbatch.targets)
+    if microbatch.rows != rows:
+        raise ArgumentError(f"row_weights_UR must have one entry per row, got {rows} for {microbatch.rows}.")
+    losses: Any = loss_fn(call_model(model, microbatch.inputs), microbatch.targets)
     if not isinstance(losses, Tensor) or losses.shape != (rows,):
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ArgumentError(
@@ -249,10 +256,13 @@ def row_losses(model: Callable[[Tensor], Any], loss_fn: LossFunction, microbatch
 
 def with_channels_last(microbatch: Microbatch) -> Microbatch:
     """Return the micro-batch with images in channels-last memory format; other inputs stay as they are."""
-    x = microbatch.inputs
-    if x.dim() != 4 or not x.is_floating_point():
+    if not any(map(_is_image, row_tensors(microbatch.inputs))):
         return microbatch
-    return replace(microbatch, inputs=laid_out(x))
+    return replace(microbatch, inputs=map_tensors(lambda x: laid_out(x) if _is_image(x) else x, microbatch.inputs))
+
+
+def _is_image(x: Tensor) -> bool:
+    return x.dim() == 4 and x.is_floating_point()
 
 
 @final
@@ -353,7 +363,7 @@ def unit_gradients(
     found: dict[nn.Parameter, list[LayerGradient]] = {}
     with torch.no_grad():
         for call, axes in zip(calls, _axes_of_calls(calls, axes_by_module), strict=True):
-            axes.check(call, microbatch.inputs.shape[0])
+            axes.check(call, microbatch.rows)
             for parameter, layer_gradient in _layer_gradients(call, axes, units).items():
                 found.setdefault(parameter, []).append(layer_gradient)
         total = {parameter: sum_of_calls(parts) for parameter, parts in found.items()}

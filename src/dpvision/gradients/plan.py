@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from dpvision import kernels as native
 from dpvision.config import Performance
@@ -60,7 +61,7 @@ from dpvision.gradients.separability import (
     wrong_gradients,
 )
 from dpvision.kernels.memory import give_back_freed_memory
-from dpvision.privacy.values import Microbatch
+from dpvision.privacy.values import Microbatch, RowTree, map_tensors, row_tensors
 
 _UNITS: Final = 2  # enough to depend on each other; every more would cost memory in a large model
 _MOST_CHECKED_UNITS: Final = 4
@@ -160,8 +161,9 @@ def plan_key(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, pe
     """Return everything a plan, or its refusal, depends on; used as the cache key."""
     modules = tuple((name, id(module), module.training) for name, module in model.named_modules())
     parameters = tuple((name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False))
-    inputs = microbatch.inputs
-    rows = (inputs.shape[1:], inputs.dtype, inputs.device, microbatch.row_weights_UR.shape[1])
+    trees = tree_flatten((microbatch.inputs, microbatch.targets))
+    leaves = tuple((x.shape[1:], x.dtype, x.device) if isinstance(x, Tensor) else None for x in trees[0])
+    rows = (leaves, trees[1], microbatch.row_weights_UR.shape[1])
     speed = (performance.channels_last, performance.kernels, native.available())
     return modules, parameters, rows, frozen_values(model), getattr(loss_fn, "__code__", loss_fn), speed
 
@@ -203,7 +205,8 @@ def _fused_copy(model: nn.Module, batch: Microbatch, performance: Performance) -
     kernels = performance.kernels
     if kernels == "native" and not native.available():
         raise ArgumentError(f"native kernels are not available: {native.reason()}. Choose kernels auto or plain.")
-    fits = batch.inputs.dtype == torch.float32 and batch.inputs.device.type == "cpu"
+    inputs = batch.inputs
+    fits = isinstance(inputs, Tensor) and inputs.dtype == torch.float32 and inputs.device.type == "cpu"
     if kernels == "plain" or not performance.channels_last or not fits:
         return None
     if kernels == "auto" and not native.available():
@@ -233,7 +236,7 @@ def find_plan(
     Returns:
         The plan, with the parameters that no plan gets right.
     """
-    with model_restored(model), repeatable_randomness(batch.inputs.device), evaluation_mode(model, when=evaluate):
+    with model_restored(model), repeatable_randomness(batch.device), evaluation_mode(model, when=evaluate):
         _call_shapes(model, loss_fn, batch, parameter_owners(model, OwnershipOverrides()), backward=False)
         found = _try_fused_copy(model, fused_copy, loss_fn, batch)
         return found or _try_formats(model, loss_fn, batch, channels_last=channels_last)
@@ -256,7 +259,7 @@ def _try_fused_copy(
 
 def _try_formats(model: nn.Module, loss_fn: LossFunction, batch: Microbatch, *, channels_last: bool) -> CheckedPlan:
     """Use the faster memory format, unless the model can't take it: some reshape in ways that depend on it."""
-    images = batch.inputs.dim() == 4 and batch.inputs.device.type == "cpu"
+    images = batch.device.type == "cpu" and any(x.dim() == 4 for x in row_tensors(batch.inputs))
     if channels_last and images and _channels_last_pays(model):
         try:
             found = _search_overrides(model, loss_fn, batch, channels_last=True)
@@ -384,7 +387,7 @@ def _find_axes(
         )
     axes_by_module: dict[str, tuple[BatchAxes, ...]] = {}
     misfits: list[str] = []
-    rows = batch.inputs.shape[0], larger.inputs.shape[0]
+    rows = batch.rows, larger.rows
     for one, other in zip(small, large, strict=True):
         axes = _compare_shapes(one, other, rows=rows)
         if axes is None:
@@ -420,14 +423,14 @@ def _rows_per_entry(small: torch.Size | None, large: torch.Size | None, rows: tu
 
 
 def check_model(
-    model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor, *, rows_per_unit: int = 1
+    model: nn.Module, loss_fn: LossFunction, inputs: RowTree, targets: RowTree, *, rows_per_unit: int = 1
 ) -> list[Finding]:
     """Examine whether a model with this loss can be trained privately; the model is left as it was.
 
     Args:
         model: the model, in the mode in which it will train.
         loss_fn: from outputs and targets to one loss per row.
-        inputs: a few rows, at least those of one unit.
+        inputs: a few rows, at least those of one unit: a tensor, or a dict, tuple or list of tensors.
         targets: as many targets.
         rows_per_unit: neighbouring rows that belong to one unit.
 
@@ -462,7 +465,7 @@ def check_model(
 
 
 def require_private_ready(
-    model: nn.Module, loss_fn: LossFunction, inputs: Tensor, targets: Tensor, *, rows_per_unit: int = 1
+    model: nn.Module, loss_fn: LossFunction, inputs: RowTree, targets: RowTree, *, rows_per_unit: int = 1
 ) -> list[Finding]:
     """Run ``check_model`` and refuse a model with fatal findings.
 
@@ -484,16 +487,19 @@ def require_private_ready(
     return findings
 
 
-def _rows_to_check(inputs: Tensor, targets: Tensor, rows_per_unit: int) -> Microbatch:
+def _rows_to_check(inputs: RowTree, targets: RowTree, rows_per_unit: int) -> Microbatch:
     """Return the first few units; two at least, because one has no other to depend on."""
-    units = inputs.shape[0] // rows_per_unit if inputs.dim() else 0
-    if not units or targets.shape[:1] != inputs.shape[:1]:
+    tensors = [*row_tensors(inputs), *row_tensors(targets)]
+    counts = {x.shape[0] if x.dim() else 0 for x in tensors}
+    units = min(counts, default=0) // rows_per_unit
+    if not units or len(counts) > 1:
         raise ArgumentError(
             f"check_model needs the rows of at least one unit (rows_per_unit={rows_per_unit}) and as many targets, got "
-            f"{tuple(inputs.shape)} and {tuple(targets.shape)}."
+            f"{' and '.join(str(tuple(x.shape)) for x in tensors)}."
         )
-    weights = torch.ones(units, rows_per_unit, device=inputs.device)
-    given = Microbatch(inputs[: units * rows_per_unit], targets[: units * rows_per_unit], weights)
+    whole = slice(units * rows_per_unit)
+    weights = torch.ones(units, rows_per_unit, device=tensors[0].device)
+    given = Microbatch(map_tensors(lambda x: x[whole], inputs), map_tensors(lambda x: x[whole], targets), weights)
     return repeat_units(given, units=max(2, min(units, _MOST_CHECKED_UNITS)))
 
 
@@ -517,7 +523,7 @@ def _check_gradients(model: nn.Module, loss_fn: LossFunction, rows: Microbatch, 
         if draws_random:
             # Drawing inside a module that must be run again shows only when it draws.
             owners = parameter_owners(model, found.plan.overrides)
-            with model_restored(model), repeatable_randomness(rows.inputs.device):
+            with model_restored(model), repeatable_randomness(rows.device):
                 unit_gradients(model, loss_fn, two, owners, found.plan.axes_by_module)
     except (PrivacyError, RuntimeError) as error:
         problem, remedy = _problem_and_remedy(error)
@@ -528,7 +534,7 @@ def _check_gradients(model: nn.Module, loss_fn: LossFunction, rows: Microbatch, 
 def _unused_parameters(model: nn.Module, loss_fn: LossFunction, rows: Microbatch) -> Iterator[Finding]:
     """Yield trainable parameters on which the loss does not depend."""
     parameters, modules = trainable_parameters(model), dict(model.named_modules())
-    with torch.enable_grad(), model_restored(model), repeatable_randomness(rows.inputs.device):
+    with torch.enable_grad(), model_restored(model), repeatable_randomness(rows.device):
         losses = row_losses(model, loss_fn, rows)
     gradients: tuple[Tensor | None, ...] = (None,) * len(parameters)
     if losses.requires_grad:
@@ -545,7 +551,7 @@ def _in_float64(
     model: nn.Module, loss_fn: LossFunction, rows: Microbatch
 ) -> tuple[nn.Module, LossFunction, Microbatch]:
     """Return a float64 copy with its rows, or the model itself where it can't be copied or does not run in float64."""
-    inputs, targets = (x.double() if x.is_floating_point() else x for x in (rows.inputs, rows.targets))
+    inputs, targets = (map_tensors(_doubled, tree) for tree in (rows.inputs, rows.targets))
     doubled = Microbatch(inputs, targets, rows.row_weights_UR)
     try:
         double = copy.deepcopy(model).double()
@@ -553,6 +559,10 @@ def _in_float64(
     except (RuntimeError, TypeError, NotImplementedError):
         return model, loss_fn, rows
     return double, loss_fn, doubled
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x.double() if x.is_floating_point() else x
 
 
 def _problem_and_remedy(error: Exception) -> tuple[str, str]:

@@ -27,7 +27,7 @@ from dpvision.errors import PrivacyError, some_of
 from dpvision.gradients.layer_gradient import LayerGradient
 from dpvision.gradients.ownership import module_label, parameter_places, trainable_parameters
 from dpvision.gradients.per_unit import LossFunction, UnitGradients, attributes_restored, row_losses
-from dpvision.privacy.values import Microbatch
+from dpvision.privacy.values import Microbatch, map_tensors
 
 LOSS: Final = "loss_fn"
 _BY_ROW: Final = "Replace it by a module that treats each row by itself, such as GroupNorm for BatchNorm."
@@ -133,32 +133,49 @@ def synthetic_batch(microbatch: Microbatch, *, units: int) -> Microbatch:
     """
     rows = repeat_units(microbatch, units=units)
     generator = torch.Generator().manual_seed(0)
-    return Microbatch(_noise_like(rows.inputs, generator), rows.targets, rows.row_weights_UR)
+    inputs = map_tensors(lambda x: _noise_like(x, generator), rows.inputs)
+    return Microbatch(inputs, rows.targets, rows.row_weights_UR)
 
 
 def repeat_units(microbatch: Microbatch, *, units: int) -> Microbatch:
     """Return the first ``units`` units, from the beginning again where there are fewer; every row has weight."""
     rows_per_unit = microbatch.row_weights_UR.shape[1]
-    order = torch.arange(units * rows_per_unit, device=microbatch.inputs.device) % microbatch.inputs.shape[0]
+    order = torch.arange(units * rows_per_unit) % microbatch.rows
     weights = torch.full(
         (units, rows_per_unit), 1 / rows_per_unit, dtype=torch.float64, device=microbatch.row_weights_UR.device
     )
-    return Microbatch(microbatch.inputs[order], microbatch.targets[order], weights)
+    return _selected(microbatch, order, weights)
+
+
+def _selected(microbatch: Microbatch, rows: Any, weights: Tensor) -> Microbatch:
+    """Return some rows, by an index or a slice."""
+    if isinstance(rows, Tensor):
+        rows = rows.to(microbatch.device)
+    inputs, targets = (map_tensors(lambda x: x[rows], tree) for tree in (microbatch.inputs, microbatch.targets))
+    return Microbatch(inputs, targets, weights)
 
 
 def with_changed_unit(microbatch: Microbatch, unit: int) -> Microbatch:
     """Return the micro-batch with other inputs and other targets in one unit."""
     units, rows = microbatch.row_weights_UR.shape
-    inputs = microbatch.inputs.clone()
-    mine = inputs[unit * rows : (unit + 1) * rows]
-    if mine.is_floating_point():
-        mine.copy_(_noise_like(mine, torch.Generator().manual_seed(units + unit)) * 2 - 1)
-    else:
-        mine.copy_(mine.flip(-1) if mine.dim() > 1 else inputs.flip(0)[unit * rows : (unit + 1) * rows])
-    targets = microbatch.targets.clone()
-    theirs = targets[unit * rows : (unit + 1) * rows]
-    # Classes 0 and 1 exist wherever there is anything to tell apart.
-    theirs.copy_(1 - theirs if theirs.is_floating_point() else (theirs == 0).to(theirs.dtype))
+    mine = slice(unit * rows, (unit + 1) * rows)
+
+    def other_inputs(before: Tensor) -> Tensor:
+        inputs = before.clone()
+        if inputs.is_floating_point():
+            inputs[mine] = _noise_like(inputs[mine], torch.Generator().manual_seed(units + unit)) * 2 - 1
+        else:
+            inputs[mine] = before[mine].flip(-1) if before.dim() > 1 else before.flip(0)[mine]
+        return inputs
+
+    def other_targets(before: Tensor) -> Tensor:
+        targets = before.clone()
+        # Classes 0 and 1 exist wherever there is anything to tell apart.
+        theirs = before[mine]
+        targets[mine] = 1 - theirs if theirs.is_floating_point() else (theirs == 0).to(theirs.dtype)
+        return targets
+
+    inputs, targets = map_tensors(other_inputs, microbatch.inputs), map_tensors(other_targets, microbatch.targets)
     return Microbatch(inputs, targets, microbatch.row_weights_UR)
 
 
@@ -166,8 +183,7 @@ def single_unit(microbatch: Microbatch, unit: int) -> Microbatch:
     """Return one unit alone in its batch."""
     rows = microbatch.row_weights_UR.shape[1]
     mine = slice(unit * rows, (unit + 1) * rows)
-    weights = microbatch.row_weights_UR[unit : unit + 1]
-    return Microbatch(microbatch.inputs[mine], microbatch.targets[mine], weights)
+    return _selected(microbatch, mine, microbatch.row_weights_UR[unit : unit + 1])
 
 
 def _noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
@@ -254,7 +270,7 @@ class Trial:
 
 def try_forward(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> Trial:
     """Run one forward pass without a gradient and without a trace in the model."""
-    with torch.no_grad(), model_restored(model) as moved, repeatable_randomness(microbatch.inputs.device):
+    with torch.no_grad(), model_restored(model) as moved, repeatable_randomness(microbatch.device):
         state = torch.get_rng_state()
         losses = row_losses(model, loss_fn, microbatch)
         draws_random = not torch.equal(state, torch.get_rng_state())
@@ -307,10 +323,10 @@ def _nearby(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _losses(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, weights: dict[str, Tensor]) -> Tensor:
-    def run(inputs: Tensor) -> Any:
-        return functional_call(model, weights, (inputs,), tie_weights=False) if weights else model(inputs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return functional_call(model, weights, args, kwargs, tie_weights=False) if weights else model(*args, **kwargs)
 
-    with torch.no_grad(), model_restored(model), repeatable_randomness(microbatch.inputs.device):
+    with torch.no_grad(), model_restored(model), repeatable_randomness(microbatch.device):
         return row_losses(run, loss_fn, microbatch)
 
 

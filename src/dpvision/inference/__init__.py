@@ -4,18 +4,11 @@ Guarantee: none. A metric describes the images that went in, exactly and without
 used for metrics that are released.
 """
 
-from dpvision.inference.mask_metrics import MaskMetrics, dice_of_images, evaluate_masks, predict_masks
-from dpvision.inference.metrics import (
-    CALIBRATION_BINS,
-    Metrics,
-    evaluate,
-    evaluate_features,
-    metrics_of,
-    predict_probabilities,
-)
+from dpvision.inference.mask_metrics import MaskMetrics, dice_of_images, evaluate_masks
+from dpvision.inference.metrics import Metrics, evaluate, evaluate_features, metrics_of
+from dpvision.inference.predict import predict_masks, predict_probabilities
 
 __all__ = [
-    "CALIBRATION_BINS",
     "MaskMetrics",
     "Metrics",
     "dice_of_images",

@@ -19,6 +19,7 @@ from dpvision.data.options import MAX_SIDE
 from dpvision.data.splits import holdout_keys, load_options, load_splits, stored_normalisation
 from dpvision.errors import ArgumentError, DataError, TamperError, printable
 from dpvision.models.losses import outputs_for
+from dpvision.own_code import named_again
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, RunFolder
 
@@ -52,14 +53,20 @@ class ReleasedModel:
         return replace(self, config=parse_config({**values, "data": {**values["data"], "window": window}}))
 
 
-def load_model(run: Path) -> ReleasedModel:
+def load_model(run: Path, *, model: object | None = None) -> ReleasedModel:
     """Load the released model of a run.
 
     Args:
         run: the run folder, or a copy of its release.
+        model: the code of the run's own model: FILE.py:FUNCTION, a function or class that makes it, or a module. Only
+            for a run that has one.
 
     Raises:
+        ArgumentError: the run has an own model, and it was not named.
+        PrivacyError: the named code is not what the model was trained with; nothing of it was executed.
         TamperError: weights, configuration and certificate do not fit together.
+
+    Guarantee: no code is executed that ``model`` does not name.
     """
     folder = RunFolder.open(run)
     path = folder.release / CERTIFICATE
@@ -68,16 +75,20 @@ def load_model(run: Path) -> ReleasedModel:
     class_names, image_shape = _trained_on(certificate, path)
     chosen = required(config.model, "model")
     outputs = outputs_for(config.task, len(class_names))
-    model = models.create(chosen.name, num_classes=outputs, in_channels=image_shape[0], seed=0, **chosen.options)
+    code = named_again(chosen.name, chosen.sha256, model, kind="model")
+    if code is None:
+        network = models.create(chosen.name, num_classes=outputs, in_channels=image_shape[0], seed=0, **chosen.options)
+    else:
+        network = models.create_own(code, num_classes=outputs, image_shape=image_shape, seed=0)
     weights = folder.load_weights()
     try:
-        model.load_state_dict(weights)
+        network.load_state_dict(weights)
         with torch.no_grad():
-            model.eval()(torch.zeros(1, *image_shape))
+            network.eval()(torch.zeros(1, *image_shape))
     except (RuntimeError, ValueError, IndexError) as error:
         raise TamperError(f"weights, model {chosen.name} and image_shape in {run} do not fit together.") from error
     return ReleasedModel(
-        model=model.eval(),
+        model=network.eval(),
         config=config,
         normalisation=stored_normalisation(config),
         class_names=class_names,

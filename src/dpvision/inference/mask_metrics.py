@@ -6,75 +6,56 @@ H × W or P pixels, T thresholds.
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.store import ImageStore, dense_units
 from dpvision.errors import DataError
-from dpvision.inference.metrics import inputs_of, outputs_of
+from dpvision.inference.metrics import LARGEST_LOSS
+from dpvision.inference.predict import IMAGES_WITH_MASKS, classes_of, outputs_of
 from dpvision.models.losses import MaskLoss, RowLoss, outputs_for
+from dpvision.scoring import Comparison, compare, mean_interval
 
 _ROWS_AT_A_TIME = 64
-_THRESHOLDS = (*(step / 20 for step in range(1, 21)), 2.0)  # the last one is nowhere reached: an empty mask
+_THRESHOLDS = (*(step / 20 for step in range(21)), 2.0)  # the first is the whole image, the last an empty mask
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Overlap:
-    """Pixel counts by class: predicted, true, and both at once; whole numbers in float64."""
+    """Pixel counts by class: whole numbers in float64; of both at once, of the prediction, of the truth."""
 
-    both_NF: Tensor
-    predicted_NF: Tensor
-    true_NF: Tensor
+    counts_3NF: Tensor
 
     @property
     def dice_NF(self) -> Tensor:
         """2·both / (predicted + true); 1 where neither has a pixel."""
-        return _ratio(2 * self.both_NF, self.predicted_NF + self.true_NF)
+        both, predicted, true = self.counts_3NF
+        return _ratio(2 * both, predicted + true)
 
     @property
     def iou_NF(self) -> Tensor:
         """both / either; 1 where neither has a pixel."""
-        return _ratio(self.both_NF, self.predicted_NF + self.true_NF - self.both_NF)
+        both, predicted, true = self.counts_3NF
+        return _ratio(both, predicted + true - both)
 
     def of_groups(self, group_N: Tensor, groups: int) -> Overlap:
         """Sum the counts over the rows of each group; ``group_N`` numbers each row's group."""
-
-        def added(x_NF: Tensor) -> Tensor:
-            return x_NF.new_zeros(groups, *x_NF.shape[1:]).index_add_(0, group_N, x_NF)
-
-        return Overlap(added(self.both_NF), added(self.predicted_NF), added(self.true_NF))
+        empty = self.counts_3NF.new_zeros(3, groups, self.counts_3NF.shape[2])
+        return Overlap(empty.index_add_(1, group_N, self.counts_3NF))
 
 
 def overlap(predicted_NHW: Tensor, true_NHW: Tensor, num_classes: int) -> Overlap:
     """Count pixels by image for every class but the first, the background."""
-
-    def count(flags_NHW: Tensor) -> Tensor:
-        return flags_NHW.sum((1, 2)).double()
-
-    found, there, both = [], [], []
-    for number in range(1, num_classes):
-        mine, real = predicted_NHW == number, true_NHW == number
-        found.append(count(mine))
-        there.append(count(real))
-        both.append(count(mine & real))
-    return Overlap(torch.stack(both, 1), torch.stack(found, 1), torch.stack(there, 1))
-
-
-def joined(parts: Sequence[Overlap]) -> Overlap:
-    """Concatenate the counts of several batches."""
-    return Overlap(
-        torch.cat([part.both_NF for part in parts]),
-        torch.cat([part.predicted_NF for part in parts]),
-        torch.cat([part.true_NF for part in parts]),
-    )
+    flags = ((predicted_NHW == number, true_NHW == number) for number in range(1, num_classes))
+    counts_F3N = [torch.stack([(mine & real), mine, real]).sum((2, 3)) for mine, real in flags]
+    return Overlap(torch.stack(counts_F3N, 2).double().cpu())
 
 
 def dice_of_images(predicted_NHW: Tensor, true_NHW: Tensor, num_classes: int) -> Tensor:
@@ -87,8 +68,9 @@ def constant_dice(
 ) -> tuple[float, float | None]:
     """Dice of the best constant mask, over images and over groups.
 
-    The constant is the mean of these masks, cut at the best of 21 thresholds. A constant from training masks would do
-    worse and would cost epsilon; one chosen from the test masks is an upper bound.
+    The constant is the mean of these masks, cut at the best of 22 thresholds, from the whole image to an empty mask. A
+    constant from training masks would do worse and would cost epsilon; one chosen from the test masks is an upper
+    bound.
     """
     by_class = [_constant_of_class(true_NHW, number, group_N, groups) for number in range(1, num_classes)]
     means = torch.tensor(by_class, dtype=torch.float64).mean(0).tolist()
@@ -102,7 +84,7 @@ def _constant_of_class(true_NHW: Tensor, number: int, group_N: Tensor | None, gr
     masks_PT = torch.stack([mean_P >= threshold for threshold in _THRESHOLDS], 1).float()
     both_NT = torch.cat([(part == number).float() @ masks_PT for part in parts]).double()
     true_NT = torch.cat([(part == number).sum(1).double() for part in parts])[:, None].expand_as(both_NT)
-    counts = Overlap(both_NT, masks_PT.sum(0).double().expand_as(both_NT), true_NT)
+    counts = Overlap(torch.stack([both_NT, masks_PT.sum(0).double().expand_as(both_NT), true_NT]))
     of_images = float(counts.dice_NF.mean(0).amax())
     if group_N is None:
         return of_images, of_images
@@ -111,10 +93,6 @@ def _constant_of_class(true_NHW: Tensor, number: int, group_N: Tensor | None, gr
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
     return torch.where(below > 0, above / below.clamp(min=1), 1.0)
-
-
-_LARGEST_LOSS = -math.log(sys.float_info.min)
-BATCH_SIZE = 32
 
 
 @final
@@ -132,6 +110,7 @@ class MaskMetrics:
         baseline_dice, baseline_dice_per_patient: of the best constant mask, see ``constant_dice``.
         loss: mean loss of an image.
         count: number of images.
+        dice_interval: 95 %, by resampling patients, or images without owners; None with fewer than 10.
     """
 
     dice: float
@@ -145,6 +124,11 @@ class MaskMetrics:
     baseline_dice_per_patient: float | None
     loss: float
     count: int
+    dice_interval: tuple[float, float] | None = None
+
+    def comparison(self) -> Comparison:
+        """Whether the Dice is better than that of the best constant mask."""
+        return compare(self.dice, self.dice_interval, self.baseline_dice, "the best constant mask")
 
     def headline(self) -> dict[str, float | None]:
         """The most important metrics, the first one first."""
@@ -152,7 +136,10 @@ class MaskMetrics:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {"task": "segmentation", **asdict(self)}
+        values = asdict(self)
+        interval = values.pop("dice_interval")
+        intervals = {"dice": None if interval is None else list(interval)}
+        return {"task": "segmentation", **values, "intervals": intervals}
 
 
 def evaluate_masks(
@@ -161,8 +148,6 @@ def evaluate_masks(
     normalisation: Normalisation,
     *,
     loss: RowLoss | None = None,
-    batch_size: int = BATCH_SIZE,
-    device: torch.device | str = "cpu",
     parameters: Mapping[str, Tensor] | None = None,
     name_patients: bool = True,
 ) -> MaskMetrics:
@@ -175,86 +160,59 @@ def evaluate_masks(
         store: images with masks.
         normalisation: the pixel constants that the model was trained with.
         loss: one value per row; cross-entropy by default.
-        batch_size: memory only.
-        device: where the model is.
         parameters: replaces the model's own where given.
         name_patients: name patients in ``per_patient``; otherwise they are numbered, best first.
     """
     if store.num_rows == 0:
         raise DataError("the test set must have at least one image, got none. Name another with --test.")
     loss = loss or MaskLoss("cross_entropy", outputs_for("segmentation", store.num_classes))
-    inputs = inputs_of(store.images, normalisation, batch_size=batch_size, device=device)
-    parts: list[Overlap] = []
+    rows = IMAGES_WITH_MASKS
+    parts: list[Tensor] = []
     right, losses = 0, 0.0
-    outputs = outputs_of(model, inputs, device=device, parameters=parameters)
-    for maps, labels in zip(outputs, store.labels.split(batch_size), strict=True):
+    outputs = outputs_of(model, store.images, normalisation.apply, parameters=parameters, batch_size=rows)
+    for maps, labels in zip(outputs, store.labels.split(rows), strict=True):
         true_NHW = labels.to(maps.device)
         _require_maps(maps, true_NHW, store.class_names)
-        predicted_NHW = _classes_of(maps)
+        predicted_NHW = classes_of(maps)
         broken_N = ~maps.isfinite().flatten(1).all(1)
         predicted_NHW[broken_N] = ((true_NHW + 1) % store.num_classes)[broken_N]
-        parts.append(_on_cpu(overlap(predicted_NHW, true_NHW, store.num_classes)))
+        parts.append(overlap(predicted_NHW, true_NHW, store.num_classes).counts_3NF)
         right += int((predicted_NHW == true_NHW).sum())
         each_N = loss(maps.double(), true_NHW.long())
-        losses += float(each_N.where(each_N.isfinite(), _LARGEST_LOSS).sum())
-    figures = _figures(joined(parts), store, name_patients=name_patients)
-    return MaskMetrics(
-        **figures, pixel_accuracy=right / store.labels.numel(), loss=losses / store.num_rows, count=store.num_rows
-    )
-
-
-def predict_masks(
-    model: nn.Module,
-    images: Tensor,
-    normalisation: Normalisation,
-    *,
-    batch_size: int = BATCH_SIZE,
-    device: torch.device | str = "cpu",
-    parameters: Mapping[str, Tensor] | None = None,
-) -> Iterator[Tensor]:
-    """Predict the class of every pixel of uint8 images (N, C, H, W): uint8 (N, H, W) on the CPU, batch by batch."""
-    inputs = inputs_of(images, normalisation, batch_size=batch_size, device=device)
-    for maps in outputs_of(model, inputs, device=device, parameters=parameters):
-        yield _classes_of(maps).cpu()
-
-
-def _classes_of(maps_NMHW: Tensor) -> Tensor:
-    """One map: foreground where it is positive, which is a probability above one half. Several: the largest."""
-    if maps_NMHW.shape[1] == 1:
-        return (maps_NMHW[:, 0] > 0).to(torch.uint8)
-    return maps_NMHW.argmax(1).to(torch.uint8)
-
-
-def _figures(counts: Overlap, store: ImageStore, *, name_patients: bool) -> dict[str, Any]:
-    owners = store.owners
-    patients = None if owners is None else dense_units(owners)
+        losses += float(each_N.where(each_N.isfinite(), LARGEST_LOSS).sum())
+    counts = Overlap(torch.cat(parts, 1))
+    patients = None if store.owners is None else dense_units(store.owners)
     number = 0 if patients is None else int(patients.max()) + 1
     of_patients = None if patients is None else counts.of_groups(patients, number)
     baseline, baseline_of_patients = constant_dice(store.labels, store.num_classes, patients, number)
-    return {
-        "dice": float(counts.dice_NF.mean()),
-        "iou": float(counts.iou_NF.mean()),
-        "dice_per_patient": None if of_patients is None else float(of_patients.dice_NF.mean()),
-        "iou_per_patient": None if of_patients is None else float(of_patients.iou_NF.mean()),
-        "per_class": _by_class(counts, of_patients, store.class_names),
-        "per_patient": _by_patient(of_patients, owners, name_patients=name_patients),
-        "baseline_dice": baseline,
-        "baseline_dice_per_patient": baseline_of_patients,
-    }
+    return MaskMetrics(
+        dice=float(counts.dice_NF.mean()),
+        iou=float(counts.iou_NF.mean()),
+        dice_per_patient=None if of_patients is None else float(of_patients.dice_NF.mean()),
+        iou_per_patient=None if of_patients is None else float(of_patients.iou_NF.mean()),
+        per_class=_by_class(counts, of_patients, store.class_names),
+        per_patient=_by_patient(of_patients, store.owners, name_patients=name_patients),
+        pixel_accuracy=right / store.labels.numel(),
+        baseline_dice=baseline,
+        baseline_dice_per_patient=baseline_of_patients,
+        loss=losses / store.num_rows,
+        count=store.num_rows,
+        dice_interval=mean_interval(
+            counts.dice_NF.mean(1).numpy(), np.arange(store.num_rows) if patients is None else patients.numpy()
+        ),
+    )
 
 
 def _by_class(
     counts: Overlap, of_patients: Overlap | None, class_names: tuple[str, ...]
 ) -> dict[str, dict[str, float | None]]:
-    def means(found: Overlap | None, ending: str) -> list[dict[str, float | None]]:
-        names = (f"dice{ending}", f"iou{ending}")
-        if found is None:
-            return [dict.fromkeys(names) for _ in class_names[1:]]
-        pairs = zip(found.dice_NF.mean(0).tolist(), found.iou_NF.mean(0).tolist(), strict=True)
-        return [dict(zip(names, pair, strict=True)) for pair in pairs]
-
-    both = zip(class_names[1:], means(counts, ""), means(of_patients, "_per_patient"), strict=True)
-    return {name: {**of_image, **of_patient} for name, of_image, of_patient in both}
+    """Dice and IoU of each class but the background, averaged over images and over patients."""
+    found: dict[str, dict[str, float | None]] = {name: {} for name in class_names[1:]}
+    for overlaps, ending in ((counts, ""), (of_patients, "_per_patient")):
+        for number, metrics in enumerate(found.values()):
+            metrics[f"dice{ending}"] = None if overlaps is None else float(overlaps.dice_NF.mean(0)[number])
+            metrics[f"iou{ending}"] = None if overlaps is None else float(overlaps.iou_NF.mean(0)[number])
+    return found
 
 
 def _by_patient(of_patients: Overlap | None, owners: Any, *, name_patients: bool) -> dict[str, float] | None:
@@ -265,10 +223,6 @@ def _by_patient(of_patients: Overlap | None, owners: Any, *, name_patients: bool
     if name_patients:
         return dict(zip(dict.fromkeys(map(str, owners)), dice, strict=True))
     return {str(place): value for place, value in enumerate(sorted(dice, reverse=True), 1)}
-
-
-def _on_cpu(counts: Overlap) -> Overlap:
-    return Overlap(counts.both_NF.cpu(), counts.predicted_NF.cpu(), counts.true_NF.cpu())
 
 
 def _require_maps(maps_NMHW: Tensor, true_NHW: Tensor, class_names: tuple[str, ...]) -> None:

@@ -1,92 +1,34 @@
-"""Metrics of classifiers: accuracy, loss, calibration, and accuracy by class.
+"""Metrics of classifiers: accuracy, loss, calibration, by class and by group, with 95 % intervals and chance.
 
-Also the forward pass that all metrics and predictions share (``inputs_of``, ``outputs_of``): batch by batch, in
-evaluation mode, with fused layers where they agree; the model is left unchanged.
+Accuracy and loss are cheap and measured at every point of a curve. Everything with an interval (``Metrics.to_dict``) is
+computed from the kept outputs when it is asked for; ``dpvision.scoring`` has the formulas.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
+import csv
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final, final
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from dpvision.data.normalisation import Normalisation
-from dpvision.data.store import ImageStore
-from dpvision.errors import ArgumentError, DataError, Problems
-from dpvision.gradients.ordinary import fused_forward
-
-_AT_ONCE: Final = 64
-"""Rows that go through the model together: few enough for their activations to stay in the cache."""
-
-_COMPARED: Final = 4
-
-
-def inputs_of(
-    images: Tensor, normalisation: Normalisation, *, batch_size: int, device: torch.device | str
-) -> Iterator[Tensor]:
-    """Normalise uint8 images (N, C, H, W) batch by batch on the device."""
-    return (normalisation.apply(images_B.to(device)) for images_B in images.split(counted(batch_size)))
-
-
-def counted(batch_size: int) -> int:
-    """Return ``batch_size``, or refuse what is no count."""
-    problems = Problems()
-    problems.count("batch_size", batch_size)
-    problems.raise_if_any()
-    return batch_size
-
-
-def outputs_of(
-    model: nn.Module,
-    batches: Iterator[Tensor],
-    *,
-    device: torch.device | str,
-    parameters: Mapping[str, Tensor] | None,
-) -> Iterator[Tensor]:
-    """Yield the model's outputs, batch by batch.
-
-    Args:
-        model: left unchanged.
-        batches: normalised inputs.
-        device: where the inputs are.
-        parameters: replaces the model's own parameters where given, such as averaged ones.
-    """
-    network = copy.deepcopy(model).eval()
-    network.load_state_dict(_replacements(model, parameters, device), strict=False)
-    first = next(batches, None)
-    if first is None:
-        return
-    with fused_forward(network, first[:_COMPARED]) as forward:
-        for inputs in itertools.chain([first], batches):
-            with torch.no_grad():
-                parts = [forward(part) for part in inputs.split(_AT_ONCE)]
-            yield torch.cat(parts)
-
-
-def _replacements(
-    model: nn.Module, parameters: Mapping[str, Tensor] | None, device: torch.device | str
-) -> dict[str, Tensor]:
-    """Move ``parameters`` to the device; refuse names that the model does not have."""
-    if parameters is None:
-        return {}
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | dict(model.named_buffers()).keys()
-    unknown = sorted(parameters.keys() - known)
-    if unknown:
-        raise ArgumentError(f"parameters must be the model's own, got unknown names: {', '.join(unknown)}.")
-    return {name: value.to(device) for name, value in parameters.items()}
-
+from dpvision.data.store import ImageStore, dense_units
+from dpvision.errors import DataError, shown
+from dpvision.inference.predict import outputs_of
+from dpvision.scoring import Comparison, OperatingPoint, Scored, accuracy_against_chance
+from dpvision.storage.files import read_file
 
 CALIBRATION_BINS = 15
 _TOP5_NEEDS_CLASSES = 6
-_LARGEST_LOSS = -math.log(sys.float_info.min)  # of the smallest probability that a float64 can hold: 708.4
+LARGEST_LOSS = -math.log(sys.float_info.min)  # of the smallest probability that a float64 can hold: 708.4
 
 
 @final
@@ -102,6 +44,7 @@ class Metrics:
         per_class: accuracy by class; None for a class without images.
         per_class_count: images by class.
         count: number of images.
+        scored: the outputs that all this was measured on; None where they were not kept.
     """
 
     accuracy: float
@@ -111,14 +54,55 @@ class Metrics:
     per_class: Mapping[str, float | None]
     per_class_count: Mapping[str, int]
     count: int
+    scored: Scored | None = field(default=None, repr=False, compare=False)
 
     def headline(self) -> dict[str, float | None]:
         """The most important metrics, the first one first."""
         return {"accuracy": self.accuracy, "top5": self.top5}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return asdict(self)
+        """Plain values, for JSON: also what ``scored`` gives, with intervals and chance."""
+        cheap = asdict(replace(self, scored=None))
+        del cheap["scored"]
+        return cheap if self.scored is None else {**cheap, **details_of(self.scored)}
+
+    def comparison(self) -> Comparison | None:
+        """Whether the accuracy is better than always answering the most frequent class."""
+        interval = None if self.scored is None else self.scored.accuracy_interval()
+        return accuracy_against_chance(self.accuracy, self.per_class_count, interval)
+
+
+def details_of(scored: Scored, *, point: OperatingPoint | None = None, positive: str | None = None) -> dict[str, Any]:
+    """Return everything that has an interval, for JSON; all values are finite.
+
+    Args:
+        scored: outputs and classes of a public test set.
+        point: how the threshold is chosen; Youden's rule by default.
+        positive: the positive class of the operating point; by default the second one of two classes. Without it,
+            more classes have no operating point.
+
+    Returns:
+        ``balanced_accuracy``, ``auc``, ``average_precision``, ``intervals`` and ``chance`` of these and of the
+        accuracy; ``classes``, ``confusion``, ``reliability``, ``temperature`` and ``operating_point``.
+
+    Raises:
+        DataError: there is no class ``positive``.
+    """
+    names = scored.class_names
+    if positive is not None and positive not in names:
+        raise DataError(f"the positive class must be one of {', '.join(names)}, got {positive}.")
+    number = names.index(positive) if positive is not None else 1 if len(names) == 2 else None
+    summary = scored.summary()
+    del summary["accuracy"]  # measured already
+    return {
+        **summary,
+        "classes": scored.by_class(),
+        "confusion": scored.confusion(),
+        **scored.calibration(),
+        "operating_point": None
+        if number is None
+        else scored.operating_point(point or OperatingPoint("youden"), number),
+    }
 
 
 def evaluate(
@@ -126,8 +110,6 @@ def evaluate(
     store: ImageStore,
     normalisation: Normalisation,
     *,
-    batch_size: int = 1024,
-    device: torch.device | str = "cpu",
     parameters: Mapping[str, Tensor] | None = None,
 ) -> Metrics:
     """Measure a classifier on every image of a public store.
@@ -136,23 +118,14 @@ def evaluate(
         model: left unchanged.
         store: images with one class each.
         normalisation: the pixel constants that the model was trained with.
-        batch_size: memory only.
-        device: where the model is.
         parameters: replaces the model's own where given, such as averaged ones.
     """
-    inputs = inputs_of(store.images, normalisation, batch_size=batch_size, device=device)
-    logits = _logits(model, inputs, device=device, parameters=parameters)
-    return metrics_of(logits, store.labels, store.class_names)
+    outputs = outputs_of(model, store.images, normalisation.apply, parameters=parameters)
+    return metrics_of(torch.cat(list(outputs)).cpu(), store.labels, store.class_names, owners=store.owners)
 
 
 def evaluate_features(
-    rest: nn.Module,
-    features: Tensor,
-    store: ImageStore,
-    *,
-    batch_size: int = 4096,
-    device: torch.device | str = "cpu",
-    parameters: Mapping[str, Tensor] | None = None,
+    rest: nn.Module, features: Tensor, store: ImageStore, *, parameters: Mapping[str, Tensor] | None = None
 ) -> Metrics:
     """Measure a classifier on the features of its frozen backbone: as ``evaluate`` on the whole model, up to rounding.
 
@@ -160,33 +133,24 @@ def evaluate_features(
         rest: the layers after the backbone.
         features: output of the backbone for every image of ``store``, in its order.
         store: the public images' labels and classes.
-        batch_size: memory only.
-        device: where ``rest`` is.
         parameters: replaces those of ``rest`` where given.
     """
-    inputs = (part.to(device, torch.float32) for part in features.split(counted(batch_size)))
-    logits = _logits(rest, inputs, device=device, parameters=parameters)
-    return metrics_of(logits, store.labels, store.class_names)
+    outputs = outputs_of(rest, features, Tensor.float, parameters=parameters)
+    return metrics_of(torch.cat(list(outputs)).cpu(), store.labels, store.class_names, owners=store.owners)
 
 
-def predict_probabilities(
-    model: nn.Module,
-    images: Tensor,
-    normalisation: Normalisation,
-    *,
-    batch_size: int = 1024,
-    device: torch.device | str = "cpu",
-    parameters: Mapping[str, Tensor] | None = None,
-) -> Tensor:
-    """Predict class probabilities of uint8 images (N, C, H, W): float32 (N, classes) on the CPU."""
-    inputs = inputs_of(images, normalisation, batch_size=batch_size, device=device)
-    return _logits(model, inputs, device=device, parameters=parameters).softmax(dim=1).float()
-
-
-def metrics_of(logits: Tensor, labels: Tensor, class_names: tuple[str, ...]) -> Metrics:
+def metrics_of(
+    logits: Tensor, labels: Tensor, class_names: tuple[str, ...], *, owners: Sequence[str] | None = None
+) -> Metrics:
     """Compute the metrics of outputs (N, classes) and labels (N,).
 
     A row that is not finite counts as a wrong answer with full confidence.
+
+    Args:
+        logits: the model's outputs.
+        labels: the true classes.
+        class_names: names of the classes.
+        owners: the owner of each row, such as a patient: intervals then treat all rows of an owner as one draw.
 
     Raises:
         DataError: there are no images, class names repeat, or the outputs have another number of classes.
@@ -198,28 +162,63 @@ def metrics_of(logits: Tensor, labels: Tensor, class_names: tuple[str, ...]) -> 
     correct = (logits.argmax(dim=1) == labels) & usable
     confidence = probabilities.amax(dim=1).where(usable, 1.0)
     losses = functional.cross_entropy(logits, labels, reduction="none")
-    per_class, per_class_count = _by_class(correct, labels, class_names)
+    counts = torch.bincount(labels, minlength=len(class_names)).tolist()
+    hits = torch.bincount(labels, weights=correct.double(), minlength=len(class_names)).tolist()
+    shares = [hit / count if count else None for hit, count in zip(hits, counts, strict=True)]
     return Metrics(
         accuracy=_share(correct),
         top5=_top5(logits, labels, usable),
-        loss=float(losses.where(losses.isfinite(), _LARGEST_LOSS).mean()),
+        loss=float(losses.where(losses.isfinite(), LARGEST_LOSS).mean()),
         calibration=_calibration_error(confidence, correct),
-        per_class=per_class,
-        per_class_count=per_class_count,
+        per_class=dict(zip(class_names, shares, strict=True)),
+        per_class_count=dict(zip(class_names, counts, strict=True)),
         count=len(labels),
+        scored=Scored(
+            logits_NK=logits.numpy(),
+            labels_N=labels.numpy(),
+            units_N=np.arange(len(labels)) if owners is None else dense_units(owners).numpy(),
+            class_names=class_names,
+        ),
     )
 
 
-def _logits(
-    model: nn.Module,
-    batches: Iterator[Tensor],
-    *,
-    device: torch.device | str,
-    parameters: Mapping[str, Tensor] | None,
-) -> Tensor:
-    """The model's outputs for all rows: float64 (N, classes) on the CPU."""
-    rows = outputs_of(model, batches, device=device, parameters=parameters)
-    return torch.cat([part.double().cpu() for part in rows])
+def read_groups(file: Path) -> dict[str, str]:
+    """Read a CSV of two columns, image and group; the first line is a heading.
+
+    Args:
+        file: the image is named by its file, by ``row N`` or N (from 0), or by its owner.
+
+    Raises:
+        DataError: the file can't be read, a line has not two columns, or an image is named twice.
+    """
+    try:
+        lines = list(csv.reader(read_file(file).decode().splitlines()))[1:]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"--groups {shown(file)} is not a CSV file: {error}.") from error
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, 2):
+        if len(line) != 2 or not all(line):
+            raise DataError(f"--groups {shown(file)} must have two columns, image and group: line {number} has not.")
+        if line[0] in found:
+            raise DataError(f"--groups {shown(file)} names {line[0]!r} twice, the second time in line {number}.")
+        found[line[0]] = line[1]
+    return found
+
+
+def groups_of_rows(groups: Mapping[str, str], store: ImageStore) -> list[str]:
+    """Return the group of each row of a store.
+
+    Raises:
+        DataError: a row has no group.
+    """
+    found: list[str] = []
+    for row, name in enumerate(store.row_names):
+        keys = (name, name.rpartition("/")[2], str(row), *(() if store.owners is None else (store.owners[row],)))
+        known = next((groups[key] for key in keys if key in groups), None)
+        if known is None:
+            raise DataError(f"--groups must have a group for every image, it has none for {name}.")
+        found.append(known)
+    return found
 
 
 def _require_matching(logits: Tensor, labels: Tensor, class_names: tuple[str, ...]) -> None:
@@ -243,15 +242,6 @@ def _top5(logits: Tensor, labels: Tensor, usable: Tensor) -> float | None:
         return None
     hit = (logits.topk(5, dim=1).indices == labels[:, None]).any(dim=1)
     return _share(hit & usable)
-
-
-def _by_class(
-    correct: Tensor, labels: Tensor, class_names: tuple[str, ...]
-) -> tuple[dict[str, float | None], dict[str, int]]:
-    counts = torch.bincount(labels, minlength=len(class_names)).tolist()
-    hits = torch.bincount(labels, weights=correct.double(), minlength=len(class_names)).tolist()
-    accuracies = [hit / count if count else None for hit, count in zip(hits, counts, strict=True)]
-    return dict(zip(class_names, accuracies, strict=True)), dict(zip(class_names, counts, strict=True))
 
 
 def _calibration_error(confidence: Tensor, correct: Tensor) -> float:

@@ -1,33 +1,112 @@
-"""Write the masks that a released segmentation model predicts: one file per image or volume, all or none."""
+"""Predictions: a model's outputs, class probabilities, masks, and the mask files that ``dpvision predict`` writes.
+
+Every metric and every prediction goes through ``outputs_of``: batch by batch, in evaluation mode, with fused layers
+where they agree; the model is left unchanged.
+
+Shapes: N rows, M maps (one for two classes, else one per class), S slices, C channels, H × W pixels.
+"""
 
 from __future__ import annotations
 
+import copy
 import gzip
 import io
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from dpvision.data.images import cover_box, decode, for_each, is_image, read_header
+from dpvision.data.images import cover_box, decode, files_of, is_image, read_each, read_header
 from dpvision.data.nifti import SUFFIXES, is_volume, open_volume, volume_images
+from dpvision.data.normalisation import Normalisation
 from dpvision.data.splits import load_options
 from dpvision.errors import ArgumentError, DataError, bad_files_text, shown, some_of
+from dpvision.gradients.ordinary import fused_forward
 from dpvision.inference.load import ReleasedModel
-from dpvision.inference.mask_metrics import predict_masks
 from dpvision.storage.files import disk_errors, write_atomically
 
-# Shapes: S slices, C channels, H × W pixels.
-
-
+BATCH_SIZE: Final = 64
+"""Rows that go through the model together: few enough for their activations to stay in the cache."""
+IMAGES_WITH_MASKS: Final = 32
+"""The same where every pixel has an output."""
+_COMPARED: Final = 4
 Mask = NDArray[np.uint8]
 _LARGEST_SIDE_OF_NIFTI1 = 32767
+
+
+def outputs_of(
+    model: nn.Module,
+    rows: Tensor,
+    prepare: Callable[[Tensor], Tensor],
+    *,
+    parameters: Mapping[str, Tensor] | None = None,
+    batch_size: int = BATCH_SIZE,
+) -> Iterator[Tensor]:
+    """Yield the model's outputs, batch by batch, on the device of the model.
+
+    Args:
+        model: left unchanged.
+        rows: images or features.
+        prepare: turns a batch of ``rows`` into inputs of the model.
+        parameters: replaces the model's own parameters where given, such as averaged ones.
+        batch_size: memory only.
+
+    Raises:
+        ArgumentError: the model has no parameter of such a name.
+    """
+    network = copy.deepcopy(model).eval()
+    own = dict(itertools.chain(network.named_parameters(remove_duplicate=False), network.named_buffers()))
+    unknown = sorted((parameters or {}).keys() - own.keys())
+    if unknown:
+        raise ArgumentError(f"parameters must be the model's own, got unknown names: {', '.join(unknown)}.")
+    network.load_state_dict(dict(parameters or {}), strict=False)
+    device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
+    inputs = (prepare(part.to(device)) for part in rows.split(batch_size))
+    first = next(inputs)
+    with fused_forward(network, first[:_COMPARED]) as forward:
+        for part in itertools.chain([first], inputs):
+            with torch.no_grad():
+                outputs = forward(part)
+            yield outputs
+
+
+def predict_probabilities(model: nn.Module, images: Tensor, normalisation: Normalisation) -> Tensor:
+    """Predict class probabilities of uint8 images (N, C, H, W): float32 (N, classes) on the CPU."""
+    logits = torch.cat(list(outputs_of(model, images, normalisation.apply)))
+    return logits.double().cpu().softmax(dim=1).float()
+
+
+def predict_masks(
+    model: nn.Module,
+    images: Tensor,
+    normalisation: Normalisation,
+    *,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """Predict the class of every pixel of uint8 images (N, C, H, W): uint8 (N, H, W) on the CPU.
+
+    Args:
+        model: left unchanged.
+        images: the images.
+        normalisation: the pixel constants that the model was trained with.
+        parameters: replaces the model's own where given.
+    """
+    outputs = outputs_of(model, images, normalisation.apply, parameters=parameters, batch_size=IMAGES_WITH_MASKS)
+    return torch.cat([classes_of(maps).cpu() for maps in outputs])
+
+
+def classes_of(maps_NMHW: Tensor) -> Tensor:
+    """Choose classes: one map is foreground where it is positive (a probability above 1/2), of several the largest."""
+    if maps_NMHW.shape[1] == 1:
+        return (maps_NMHW[:, 0] > 0).to(torch.uint8)
+    return maps_NMHW.argmax(1).to(torch.uint8)
 
 
 @final
@@ -98,7 +177,7 @@ def write_masks(
         if isinstance(seen, str):
             bad.append((str(job.source), seen))
         else:
-            files.append(_mask_file(released, job, seen, device))
+            files.append(_mask_file(released, job, seen))
     if bad and not skip_bad:
         raise DataError(f"{len(bad)} of {len(jobs)} files can't be read: {bad_files_text(bad)}. Nothing was written.")
     for file in files:
@@ -125,14 +204,11 @@ def _nearest(length: int, start: float, stop: float, size: int) -> tuple[NDArray
 
 
 def _jobs(source: Path, folder: Path) -> list[_Job]:
-    if source.is_dir():
-        files = sorted(file for file in source.rglob("*") if (is_image(file) or is_volume(file)) and file.is_file())
-        if not files:
-            raise DataError(f"{shown(source)} has no images or volumes.")
-        return [_Job(file, folder / file.relative_to(source).parent / _mask_name(file)) for file in files]
-    if not source.exists():
-        raise DataError(f"{shown(source)} does not exist.")
-    return [_Job(source, folder / _mask_name(source))]
+    files = files_of(source, lambda file: is_image(file) or is_volume(file))
+    if not files:
+        raise DataError(f"{shown(source)} has no images or volumes.")
+    below = source if source.is_dir() else source.parent
+    return [_Job(file, folder / file.relative_to(below).parent / _mask_name(file)) for file in files]
 
 
 def _mask_name(source: Path) -> str:
@@ -163,12 +239,12 @@ def _require_free(jobs: Sequence[_Job], folder: Path, *, force: bool) -> None:
 
 def _seen_or_reason(released: ReleasedModel, job: _Job) -> _Seen | str:
     """Read an image or volume, or return why it can't be read."""
-    read = _read_volume if is_volume(job.source) else _read_picture
-    (found,) = for_each(lambda _: read(released, job.source), 1, what="reading", workers=1)
+    read = _read_volume if is_volume(job.source) else _read_image
+    (found,) = read_each(lambda _: read(released, job.source), 1, what="reading", workers=1)
     return found
 
 
-def _read_picture(released: ReleasedModel, source: Path) -> _Seen:
+def _read_image(released: ReleasedModel, source: Path) -> _Seen:
     looks, image_CHW = read_header(source), decode(source, image_shape=released.image_shape)
     return _Seen(torch.from_numpy(image_CHW.copy())[None], looks.height, looks.width)
 
@@ -180,9 +256,9 @@ def _read_volume(released: ReleasedModel, source: Path) -> _Seen:
     return _Seen(images_SCHW, height, width, volume.affine, options.volume_axis)
 
 
-def _mask_file(released: ReleasedModel, job: _Job, seen: _Seen, device: str) -> MaskFile:
-    batches = predict_masks(released.model, seen.images_SCHW, released.normalisation, device=device)
-    masks_SHW = np.stack([at_own_size(mask.numpy(), seen.height, seen.width) for batch in batches for mask in batch])
+def _mask_file(released: ReleasedModel, job: _Job, seen: _Seen) -> MaskFile:
+    masks = predict_masks(released.model, seen.images_SCHW, released.normalisation)
+    masks_SHW = np.stack([at_own_size(mask.numpy(), seen.height, seen.width) for mask in masks])
     names = released.class_names
     shares = {name: float((masks_SHW == number).mean()) for number, name in enumerate(names) if number > 0}
     if seen.affine is None:

@@ -23,7 +23,7 @@ MOST_WINDOW_NUMBERS: Final = 3 << 16
 _DEPTHWISE_WIDTHS: Final = (3, 5, 7)
 """Kernel widths that depthwise convolutions have code for."""
 _CONVOLUTION_MOMENTS: Final = 4
-Pair = tuple[int, int]
+Sizes = tuple[int, ...]
 
 
 def _has_channels_inside(x_NCHW: Tensor) -> bool:
@@ -33,7 +33,7 @@ def _has_channels_inside(x_NCHW: Tensor) -> bool:
     return adjacent and is_readable(x_NCHW)
 
 
-def _windows_fit(x_NCHW: Tensor, dy_NOHW: Tensor, *, units: int, kernel: Pair, stride: Pair, groups: int = 1) -> bool:
+def _windows_fit(x_NCHW: Tensor, dy_NOHW: Tensor, *, units: int, kernel: Sizes, stride: Sizes, groups: int = 1) -> bool:
     if units < 1 or x_NCHW.dim() != 4 or not _has_channels_inside(x_NCHW) or not is_channels_last(dy_NOHW):
         return False
     (rows, outputs, height, width), channels = dy_NOHW.shape, x_NCHW.shape[1]
@@ -48,7 +48,7 @@ def _windows_fit(x_NCHW: Tensor, dy_NOHW: Tensor, *, units: int, kernel: Pair, s
 
 @kernel(_windows_fit, "float32 images with channels inside that windows cover exactly, small or depthwise")
 def window_gradients(
-    x_NCHW: Tensor, dy_NOHW: Tensor, *, units: int, kernel: Pair, stride: Pair, groups: int = 1
+    x_NCHW: Tensor, dy_NOHW: Tensor, *, units: int, kernel: Sizes, stride: Sizes, groups: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Form every unit's weight gradient, with its squared norm.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dpvision.models.backbone import FrozenBatchNorm, Split, split
 from dpvision.models.layers import ACTIVATIONS, NORMS, Norm, ScalarGain, TemperedSigmoid, WSConv2d, activation
-from dpvision.models.private_ready import Change, FrozenAffine, make_private_ready
-from dpvision.models.registry import Entry, catalogue, count_parameters, create, entry
+from dpvision.models.private_ready import Change, make_private_ready, output_problem
+from dpvision.models.registry import Entry, catalogue, count_parameters, create, create_own, entry
 from dpvision.models.scattering import Scattering, channel_constants
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "NORMS",
     "Change",
     "Entry",
-    "FrozenAffine",
     "FrozenBatchNorm",
     "Norm",
     "ScalarGain",
@@ -26,7 +25,9 @@ __all__ = [
     "channel_constants",
     "count_parameters",
     "create",
+    "create_own",
     "entry",
     "make_private_ready",
+    "output_problem",
     "split",
 ]

@@ -160,14 +160,8 @@ def split(model: nn.Module, example: Tensor) -> Split | None:
     frozen_parts, trained_parts = _divide(chain)
     backbone, rest = _sequential(frozen_parts), _sequential(trained_parts).train(model.training)
     works = any(True for _ in backbone.parameters()) or any(True for _ in backbone.buffers())
-    if (
-        not trained_parts
-        or not works
-        or not _same_in_both_modes(backbone, example)
-        or not _rows_apart(backbone, example)
-    ):
-        return None
-    return Split(backbone, rest)
+    useful = bool(trained_parts) and works and _same_in_both_modes(backbone, example) and _rows_apart(backbone, example)
+    return Split(backbone, rest) if useful else None
 
 
 def _as_chain(model: nn.Module, example: Tensor) -> nn.Sequential | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, final
 
 from torch import Tensor, nn
@@ -43,6 +43,16 @@ STAGES = (
     _StageSpec(6, 5, 2, 192, 4),
     _StageSpec(6, 3, 1, 320, 1),
 )
+FEATURES = 1280
+
+
+def _blocks() -> Iterator[tuple[int, int, _StageSpec]]:
+    """Yield every block's input channels, its stride and its stage."""
+    channels = 32
+    for stage in STAGES:
+        for index in range(stage.blocks):
+            yield channels, stage.stride if index == 0 else 1, stage
+            channels = stage.channels
 
 
 @final
@@ -74,15 +84,8 @@ def _unit(
     depthwise: bool = False,
 ) -> list[nn.Module]:
     """Convolution without bias, norm, activation; ``depthwise`` gives every channel one filter of its own."""
-    conv = nn.Conv2d(
-        in_channels,
-        out_channels,
-        kernel,
-        stride=stride,
-        padding=kernel // 2,
-        groups=in_channels if depthwise else 1,
-        bias=False,
-    )
+    groups = in_channels if depthwise else 1
+    conv = nn.Conv2d(in_channels, out_channels, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
     return [conv, norm.make(out_channels), make_activation(activation)]
 
 
@@ -117,16 +120,10 @@ def efficientnet_b0(
     """
     spec = Norm(norm, groups, "gcd")
     layers = _unit(in_channels, 32, 3, norm=spec, activation=activation, stride=2)
-    channels = 32
-    for stage in STAGES:
-        for index in range(stage.blocks):
-            stride = stage.stride if index == 0 else 1
-            layers.append(
-                _block(channels, stage, stride=stride, norm=spec, activation=activation, scale_norm=scale_norm)
-            )
-            channels = stage.channels
-    layers += _unit(channels, 1280, 1, norm=spec, activation=activation)
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1280, num_classes))
+    for channels, stride, stage in _blocks():
+        layers.append(_block(channels, stage, stride=stride, norm=spec, activation=activation, scale_norm=scale_norm))
+    layers += _unit(STAGES[-1].channels, FEATURES, 1, norm=spec, activation=activation)
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(FEATURES, num_classes))
     _draw(model)
     return model
 
@@ -146,7 +143,6 @@ def _draw(model: nn.Sequential) -> None:
             nn.init.zeros_(module.bias)
 
 
-FEATURES = 1280
 _EPS = 1e-3
 _MakeNorm = Callable[[int], nn.Module]
 
@@ -155,20 +151,18 @@ _MakeNorm = Callable[[int], nn.Module]
 class LiteBlock(nn.Module):
     """Expand, depthwise convolution, project; added to the input where shapes match. The projection ends linear."""
 
-    def __init__(
-        self, in_channels: int, out_channels: int, *, expansion: int, kernel: int, stride: int, norm: _MakeNorm
-    ) -> None:
+    def __init__(self, in_channels: int, stride: int, spec: _StageSpec, *, norm: _MakeNorm) -> None:
         super().__init__()
-        hidden = in_channels * expansion
-        self.expand_conv = nn.Conv2d(in_channels, hidden, 1, bias=False) if expansion > 1 else None
-        self.bn0 = norm(hidden) if expansion > 1 else None
-        self.pad = SamePad2d(kernel, stride=stride)
-        self.depthwise_conv = nn.Conv2d(hidden, hidden, kernel, stride=stride, groups=hidden, bias=False)
+        hidden = in_channels * spec.expansion
+        self.expand_conv = nn.Conv2d(in_channels, hidden, 1, bias=False) if spec.expansion > 1 else None
+        self.bn0 = norm(hidden) if spec.expansion > 1 else None
+        self.pad = SamePad2d(spec.kernel, stride=stride)
+        self.depthwise_conv = nn.Conv2d(hidden, hidden, spec.kernel, stride=stride, groups=hidden, bias=False)
         self.bn1 = norm(hidden)
-        self.project_conv = nn.Conv2d(hidden, out_channels, 1, bias=False)
-        self.bn2 = norm(out_channels)
+        self.project_conv = nn.Conv2d(hidden, spec.channels, 1, bias=False)
+        self.bn2 = norm(spec.channels)
         self.act = nn.ReLU6()
-        self.adds = stride == 1 and in_channels == out_channels
+        self.adds = stride == 1 and in_channels == spec.channels
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """Add where the block keeps its shape."""
@@ -178,26 +172,6 @@ class LiteBlock(nn.Module):
         h = self.act(self.bn1(self.depthwise_conv(self.pad(h))))
         h = self.bn2(self.project_conv(h))
         return x_NCHW + h if self.adds else h
-
-
-def _blocks(norm: _MakeNorm) -> nn.Sequential:
-    blocks: list[nn.Module] = []
-    channels = 32
-    for stage in STAGES:
-        for index in range(stage.blocks):
-            stride = stage.stride if index == 0 else 1
-            blocks.append(
-                LiteBlock(
-                    channels,
-                    stage.channels,
-                    expansion=stage.expansion,
-                    kernel=stage.kernel,
-                    stride=stride,
-                    norm=norm,
-                )
-            )
-            channels = stage.channels
-    return nn.Sequential(*blocks)
 
 
 def efficientnet_lite0(
@@ -223,7 +197,7 @@ def efficientnet_lite0(
             conv_stem=nn.Conv2d(in_channels, 32, 3, stride=2, bias=False),
             bn0=make_norm(32),
             act=nn.ReLU6(),
-            blocks=_blocks(make_norm),
+            blocks=nn.Sequential(*(LiteBlock(*block, norm=make_norm) for block in _blocks())),
             conv_head=nn.Conv2d(320, FEATURES, 1, bias=False),
             bn1=make_norm(FEATURES),
             act_head=nn.ReLU6(),

@@ -208,7 +208,7 @@ class WSConv2d(nn.Module):
 
     ``w' = (w − mean) · gain / sqrt(max(var · fan_in, eps))`` with mean and biased variance over each filter: zero mean
     and, but for tiny filters, a norm of ``gain``, so that the output has the input's variance times ``gain²``.
-    Parameters: ``weight`` (O, I, K, K); ``gain`` (O,) unless switched off; ``bias`` (O,) unless switched off.
+    Parameters: ``weight`` (O, I, K, K), and those of ``gain`` (O,) and ``bias`` (O,) that ``affine`` names.
     """
 
     def __init__(
@@ -220,18 +220,19 @@ class WSConv2d(nn.Module):
         stride: int = 1,
         padding: Padding = "same",
         groups: int = 1,
-        gain: bool = True,
-        bias: bool = True,
+        affine: Sequence[Literal["gain", "bias"]] = ("gain", "bias"),
     ) -> None:
         super().__init__()
         if in_channels % groups or out_channels % groups:
             raise ArgumentError(f"groups must divide {in_channels} and {out_channels} channels, got {groups}.")
+        if not {*affine} <= {"gain", "bias"}:
+            raise ArgumentError(f"affine must name gain, bias, both or none of them, got {affine!r}.")
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.stride, self.padding, self.groups = kernel_size, stride, padding, groups
         self.eps = 1e-4
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, kernel_size, kernel_size))
-        self.gain = nn.Parameter(torch.empty(out_channels)) if gain else None
-        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+        self.gain = nn.Parameter(torch.empty(out_channels)) if "gain" in affine else None
+        self.bias = nn.Parameter(torch.empty(out_channels)) if "bias" in affine else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -272,30 +273,16 @@ class WSConv2d(nn.Module):
 
 
 @final
-class SameMaxPool2d(nn.Module):
-    """Max-pooling with SAME padding."""
-
-    def __init__(self, kernel_size: int, *, stride: int) -> None:
-        super().__init__()
-        self.kernel_size, self.stride = kernel_size, stride
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Pad with minus infinity, which never wins."""
-        padded = pad_same(x_NCHW, kernel=self.kernel_size, stride=self.stride, value=-math.inf)
-        return functional.max_pool2d(padded, self.kernel_size, self.stride)
-
-
-@final
 class SamePad2d(nn.Module):
-    """SAME zero-padding for a layer that follows and has none of its own."""
+    """SAME padding for a layer that follows and has none of its own; minus infinity never wins a max-pool."""
 
-    def __init__(self, kernel_size: int, *, stride: int) -> None:
+    def __init__(self, kernel_size: int, *, stride: int, value: float = 0.0) -> None:
         super().__init__()
-        self.kernel_size, self.stride = kernel_size, stride
+        self.kernel_size, self.stride, self.value = kernel_size, stride, value
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """The padded input."""
-        return pad_same(x_NCHW, kernel=self.kernel_size, stride=self.stride)
+        return pad_same(x_NCHW, kernel=self.kernel_size, stride=self.stride, value=self.value)
 
 
 @final

@@ -1,6 +1,6 @@
 """Losses: one value per row, each from its own row alone, so that clipping bounds what a row can do.
 
-Shapes: N rows, K classes, M maps (one for two classes, else K), H × W pixels.
+Shapes: N rows, K classes, F findings, M maps (one for two classes, else K), H × W pixels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def outputs_for(task: Task, num_classes: int) -> int:
     return 1 if task == "segmentation" and num_classes == 2 else num_classes
 
 
-def loss_for(task: Task, loss: LossName, num_classes: int) -> RowLoss:
+def loss_for(task: Task, loss: LossName | str, num_classes: int) -> RowLoss:
     """Return the loss of a task.
 
     Args:
@@ -60,12 +60,40 @@ def classification_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
+def finding_loss(outputs_NF: Tensor, targets_NF: Tensor) -> Tensor:
+    """Binary cross-entropy of findings of which several, or none, can hold: one value per row.
+
+    Args:
+        outputs_NF: one logit per finding.
+        targets_NF: 1 where a finding is present, 0 where it is absent, NaN where the label is missing or uncertain.
+
+    Returns:
+        The sum over a row's known findings, divided by F: the public number of findings, not that of known ones. A
+        missing label has no loss and no gradient, and changes the weight of no other label. A row without any known
+        label has a loss of zero.
+
+    Raises:
+        ArgumentError: the shapes differ.
+
+    Guarantee: a row's value depends on that row's outputs and targets alone.
+    """
+    if outputs_NF.dim() != 2 or outputs_NF.shape != targets_NF.shape:
+        raise ArgumentError(
+            f"outputs and targets must both be (rows, findings), got {tuple(outputs_NF.shape)} and "
+            f"{tuple(targets_NF.shape)}."
+        )
+    known_NF = ~targets_NF.isnan()
+    wanted_NF = targets_NF.nan_to_num(0.0).to(outputs_NF.dtype)
+    each_NF = F.binary_cross_entropy_with_logits(outputs_NF, wanted_NF, reduction="none")
+    return (each_NF * known_NF).sum(1) / outputs_NF.shape[1]
+
+
 @final
 @dataclass(frozen=True)
 class MaskLoss:
     """Soft Dice, cross-entropy (mean over pixels) or their sum. A value: the engine keeps its plans by it."""
 
-    kind: LossName
+    kind: LossName | str
     maps: int
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:

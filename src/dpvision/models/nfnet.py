@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor, nn
-from torch.nn import functional
 
-from dpvision.errors import Problems
+from dpvision.errors import ArgumentError
 from dpvision.models.layers import (
-    SameMaxPool2d,
+    SamePad2d,
     ScalarGain,
     Scale,
     SpatialMean,
@@ -75,10 +74,7 @@ def block_places(
     Each block adds alpha² to the variance; a stage's first block starts again from one, since its shortcut is a
     convolution of the rescaled input.
     """
-    problems = Problems()
-    fits = isinstance(stochastic_depth, int | float) and 0 <= stochastic_depth < 1
-    problems.require(fits, f"stochastic_depth must be a probability below 1 (0: off), got {stochastic_depth}.")
-    problems.raise_if_any()
+    _require_probability("stochastic_depth", stochastic_depth)
     places: list[BlockPlace] = []
     variance, channels = 1.0, in_channels
     for width, depth, first_stride in zip(widths, depths, STRIDES, strict=True):
@@ -121,13 +117,9 @@ class NFBlock(nn.Module):
         return self.skip_gain(self.drop(self.branch(h))) * ALPHA + shortcut
 
 
-@final
-class SameAvgPool2d(nn.Module):
+def same_average_pool() -> nn.Module:
     """Average-pooling 2×2, stride 2, SAME: a window over the edge averages what is inside."""
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        """Halve height and width, rounding up."""
-        return functional.avg_pool2d(x_NCHW, 2, ceil_mode=True, count_include_pad=False)
+    return nn.AvgPool2d(2, ceil_mode=True, count_include_pad=False)
 
 
 def _resnet_block(place: BlockPlace, *, activation: str, skip_gain: float) -> NFBlock:
@@ -164,16 +156,18 @@ def _nfnet_block(place: BlockPlace, *, group_width: int, activation: str, skip_g
     shortcut: nn.Module | None = None
     if place.projects:
         project = WSConv2d(place.in_channels, place.out_channels, 1)
-        shortcut = nn.Sequential(SameAvgPool2d(), project) if place.stride > 1 else project
+        shortcut = nn.Sequential(same_average_pool(), project) if place.stride > 1 else project
     return NFBlock(place, branch=branch, shortcut=shortcut, activation=activation, skip_gain=skip_gain)
+
+
+def _require_probability(name: str, value: float) -> None:
+    if not (isinstance(value, int | float) and 0 <= value < 1):
+        raise ArgumentError(f"{name} must be a probability below 1 (0: off), got {value}.")
 
 
 def _head(channels: int, num_classes: int, *, activation: str, dropout: float) -> list[nn.Module]:
     """Activation, spatial mean, dropout if any, and a linear layer that starts near zero."""
-    problems = Problems()
-    fits = isinstance(dropout, int | float) and 0 <= dropout < 1
-    problems.require(fits, f"dropout must be a probability below 1 (0: off), got {dropout}.")
-    problems.raise_if_any()
+    _require_probability("dropout", dropout)
     linear = nn.Linear(channels, num_classes)
     nn.init.normal_(linear.weight, std=0.01)
     nn.init.zeros_(linear.bias)
@@ -196,7 +190,10 @@ def nf_resnet(
     """
     widths = (256, 512, 1024, 2048)
     places = block_places(in_channels=64, widths=widths, depths=RESNET_DEPTHS[depth], stochastic_depth=stochastic_depth)
-    stem = (WSConv2d(in_channels, 64, 7, stride=2), SameMaxPool2d(3, stride=2))
+    stem = (
+        WSConv2d(in_channels, 64, 7, stride=2),
+        nn.Sequential(SamePad2d(3, stride=2, value=-math.inf), nn.MaxPool2d(3, 2)),
+    )
     blocks = [_resnet_block(place, activation=activation, skip_gain=skip_gain) for place in places]
     return nn.Sequential(*stem, *blocks, *_head(widths[-1], num_classes, activation=activation, dropout=0.0))
 

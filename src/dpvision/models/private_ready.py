@@ -1,15 +1,14 @@
 """A user's own model made ready for private training: a changed copy, and a list of what changed and why.
 
-Only modules are inspected. ``dpvision.gradients.plan.check_model`` decides whether the copy is ready.
+Only modules are inspected. ``dpvision.gradients.plan.check_model`` decides whether the copy is ready, and
+``output_problem`` says whether a model gives scores at all.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,43 +17,10 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from dpvision.errors import ArgumentError, Problems
-from dpvision.models.scale_norm import add_scale_norms
+from dpvision.models.backbone import FrozenBatchNorm
+from dpvision.models.scale_norm import Change, add_scale_norms
 
 BatchNormTo = Literal["group", "frozen"]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """One thing that ``make_private_ready`` did: to which module, what, and why."""
-
-    module: str
-    what: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.module or 'the model'}: {self.what} ({self.why})"
-
-
-@final
-class FrozenAffine(nn.Module):
-    """What BatchNorm computes in evaluation, as fixed numbers: ``x · scale + shift`` per channel.
-
-    Guarantee: rows don't mix and nothing moves. The numbers must come from public training.
-    """
-
-    scale: Tensor
-    shift: Tensor
-
-    def __init__(self, scale_C: Tensor, shift_C: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("scale", scale_C.clone())
-        self.register_buffer("shift", shift_C.clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Channels are dimension 1, as in BatchNorm."""
-        shape = (1, -1) + (1,) * (x.dim() - 2)
-        return x * self.scale.view(shape) + self.shift.view(shape)
 
 
 def make_private_ready(
@@ -88,16 +54,16 @@ def make_private_ready(
     changes += _stop_instance_statistics(ready)
     changes += _undo_inplace(ready)
     if scale_norm and example is not None:
-        ready, places = add_scale_norms(ready, example, groups=groups)
-        changes += [Change(module=place.module, what=place.what, why=place.why) for place in places]
+        ready, added = add_scale_norms(ready, example, groups=groups)
+        changes += added
     return ready, changes
 
 
 def _replace_batch_norms(model: nn.Module, to: BatchNormTo, groups: int, changes: list[Change]) -> nn.Module:
     """Replace every kind of BatchNorm in place; a norm that is used twice stays one norm. Returns the model."""
     replaced: dict[int, nn.Module] = {}
-    found = [(name, module) for name, module in _named_places(model) if isinstance(module, _BatchNorm)]
-    for name, module in found:
+    everywhere = list(model.named_modules(remove_duplicate=False))
+    for name, module in ((name, module) for name, module in everywhere if isinstance(module, _BatchNorm)):
         if id(module) not in replaced:
             replaced[id(module)], what = _substitute(name, module, to, groups)
             why = "BatchNorm mixes the units of a batch, so no unit's influence is bounded"
@@ -109,38 +75,62 @@ def _replace_batch_norms(model: nn.Module, to: BatchNormTo, groups: int, changes
     return model
 
 
-def _named_places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every place of every module, a shared module at each of its places."""
-    return model.named_modules(remove_duplicate=False)
+def output_problem(
+    model: nn.Module, inputs_NCHW: Tensor, num_classes: int, *, maps: bool | None = None
+) -> tuple[str, str] | None:
+    """Run a copy of a model once, in evaluation mode, and say what is wrong with its outputs.
+
+    Args:
+        model: a user's own model, which stays as it is.
+        inputs_NCHW: a few synthetic images.
+        num_classes: number of scores for an image, or for each of its pixels.
+        maps: whether the outputs are (N, classes, H, W) instead of (N, classes); None allows both.
+
+    Returns:
+        (problem, remedy), the problem without a final full stop; None if the outputs are scores.
+    """
+    rows, shape = inputs_NCHW.shape[0], "×".join(map(str, inputs_NCHW.shape[1:]))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            outputs = copy.deepcopy(model).eval()(inputs_NCHW)
+    except Exception as error:  # noqa: BLE001 - a user's forward may raise anything.
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+        return f"can't be run on float32 images of {shape}: {reason}", "Make it for images of this shape."
+    wanted = {True: "(images, classes, height, width)", False: "(images, classes)"}
+    expected = wanted[maps] if maps is not None else f"{wanted[False]}, or {wanted[True]} for maps"
+    if not isinstance(outputs, Tensor):
+        return f"returns a {type(outputs).__name__}, not a tensor of scores", f"Return only the scores, of {expected}."
+    found = tuple(outputs.shape)
+    dims = (2, 4) if maps is None else (4,) if maps else (2,)
+    if len(found) not in dims or found[0] != rows or (maps and found[2:] != tuple(inputs_NCHW.shape[2:])):
+        return f"returns shape {found} for {rows} images of {shape}", f"Return {expected}."
+    if found[1] != num_classes:
+        remedy = "Change its last layer; the function that makes it may take num_classes."
+        return f"returns {found[1]} scores for an image, but there are {num_classes} classes", remedy
+    return None
 
 
 def _substitute(name: str, module: _BatchNorm, to: BatchNormTo, groups: int) -> tuple[nn.Module, str]:
     """What takes a BatchNorm's place, and how the list of changes calls it."""
     kind = type(module).__name__
     if to == "frozen":
-        return _frozen(name, module), f"{kind} → FrozenAffine from its running statistics"
+        return _frozen(name, module), f"{kind} → FrozenBatchNorm from its running statistics"
     channels = module.num_features
     # BatchNorm1d also takes (N, C), where a group of one channel would hold one number and normalise it to zero.
     count = 1 if isinstance(module, nn.BatchNorm1d) else math.gcd(groups, channels)
-    norm = nn.GroupNorm(count, channels, eps=module.eps, affine=module.affine)
-    norm = norm.train(module.training)
+    norm = nn.GroupNorm(count, channels, eps=module.eps, affine=module.affine).train(module.training)
     if module.affine:
         norm.weight, norm.bias = module.weight, module.bias
     return norm, f"{kind} → GroupNorm({count} groups, {channels} channels)"
 
 
-def _frozen(name: str, module: _BatchNorm) -> FrozenAffine:
-    """``(x − running mean) / sqrt(running variance + eps) · weight + bias`` with all of it folded into two numbers."""
+def _frozen(name: str, module: _BatchNorm) -> FrozenBatchNorm:
+    """A frozen norm with a BatchNorm's statistics and affine weights."""
     if module.running_mean is None or module.running_var is None:
         raise ArgumentError(f"{name} has no running statistics to freeze. Use batch_norm='group'.")
-    with torch.no_grad():
-        scale_C = torch.rsqrt(module.running_var + module.eps)
-        if module.affine:
-            scale_C = scale_C * module.weight
-        shift_C = -module.running_mean * scale_C
-        if module.affine:
-            shift_C = shift_C + module.bias
-    return FrozenAffine(scale_C, shift_C).train(module.training)
+    frozen = FrozenBatchNorm(module.num_features, eps=module.eps).to(module.running_mean).train(module.training)
+    frozen.load_state_dict(module.state_dict(), strict=False)
+    return frozen
 
 
 def _stop_instance_statistics(model: nn.Module) -> list[Change]:

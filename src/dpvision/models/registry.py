@@ -1,33 +1,35 @@
 """The registry of models: every architecture by name, with its paper, its options and its size.
 
 ``create`` builds a model by name. The options of a model are read from its factory's signature: a function of a few
-arguments, or a frozen dataclass of many.
+arguments, or a frozen dataclass of many. ``create_own`` builds a user's own model from the code that the user named.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from dpvision.errors import ArgumentError, Problems, brief, did_you_mean, translated_errors
+from dpvision.errors import ArgumentError, Problems, brief, did_you_mean, require_memory, translated_errors
 from dpvision.models.densenet import densenet121
 from dpvision.models.efficientnet import efficientnet_b0, efficientnet_lite0
 from dpvision.models.initialisation import seeded
 from dpvision.models.nfnet import F0, F3, nf_resnet, nfnet
-from dpvision.models.resnet import ResNet, resnet9
+from dpvision.models.resnet import ResNet, ResNet9
 from dpvision.models.scattering import ScatterCNN, scatter_linear
 from dpvision.models.shoefit import doermann_cnn, linear, shoefit_allconv, shoefit_cifar, shoefit_cnn, tempered_cnn
 from dpvision.models.smoothnet import SmoothNet
-from dpvision.models.unet import segmentation9
+from dpvision.models.unet import Segmentation9
 from dpvision.models.vgg import vgg16_conv3
 from dpvision.models.wrn import WideResNet
+from dpvision.own_code import OwnCode, arguments_for, code_errors
 
 
 class Design(Protocol):
@@ -96,7 +98,7 @@ _LITE = "Liu 2020, EfficientNet-Lite (after Tan & Le 2019)"
 _VGG = "Simonyan & Zisserman 2015, Very deep convolutional networks"
 
 _fixed = functools.partial
-_unet9, _linknet9 = _fixed(segmentation9, join="concat"), _fixed(segmentation9, join="add")
+_unet9, _linknet9 = _fixed(Segmentation9, join="concat"), _fixed(Segmentation9, join="add")
 # fmt: off
 # name, family, paper, image size, input channels, classes, parameters, factory; purpose
 _ROWS: tuple[tuple[str, str, str, int, int, int, int, Factory, str], ...] = (
@@ -112,9 +114,9 @@ _ROWS: tuple[tuple[str, str, str, int, int, int, int, Factory, str], ...] = (
      "CIFAR: the study of Mean-Var initialisation"),
     ("tempered_cnn", "shoefit", _TEMPERED, 32, 3, 10, 550_570, tempered_cnn,
      "CIFAR: bounded activations, tempered_sigmoid(scale,temperature,offset)"),
-    ("resnet9", "resnet9", _SCALENORM, 32, 3, 10, 2_447_946, _fixed(resnet9, scale_norm=False),
+    ("resnet9", "resnet9", _SCALENORM, 32, 3, 10, 2_447_946, _fixed(ResNet9, scale_norm=False),
      "colour images of 32 to 160 pixels: the ScaleNorm papers' baseline"),
-    ("scaleresnet9", "resnet9", _SCALENORM, 32, 3, 10, 2_448_714, _fixed(resnet9, scale_norm=True),
+    ("scaleresnet9", "resnet9", _SCALENORM, 32, 3, 10, 2_448_714, _fixed(ResNet9, scale_norm=True),
      "ResNet-9 with a norm after each residual addition: the papers' best from scratch"),
     ("resnet18", "resnet", _SMOOTHNET, 32, 3, 10, 11_173_962, _fixed(ResNet, depth=18),
      "baseline with GroupNorm and a 3×3 stem"),
@@ -211,9 +213,42 @@ def create(
     with translated_errors(*_FOREIGN, saying=f"{name} can't be made with the options {brief(options)}"):
         numbers = [num_classes, in_channels, *(value for value in options.values() if isinstance(value, int))]
         if max(numbers) > _LARGE:
-            _require_memory(build)
+            size = _count(build) * torch.float32.itemsize
+            require_memory(size, "the model", remedy="Lower its options.", error=ArgumentError)
         with torch.device("cpu"), seeded(seed):
             return build()
+
+
+def create_own(code: OwnCode, *, num_classes: int, image_shape: tuple[int, int, int], seed: int | None) -> nn.Module:
+    """Build a user's own model on the CPU.
+
+    Args:
+        code: a function or class that makes the model; it takes no argument, or any of ``num_classes``, ``in_channels``
+            and ``image_size`` by name. Or the model itself, which is copied.
+        num_classes: number of outputs, or of maps for segmentation.
+        image_shape: (channels, height, width) of the images; ``image_size`` is the side of a square image, else
+            (height, width).
+        seed: of torch's default generator while the model is made; None takes entropy from the operating system.
+
+    Returns:
+        The model in training mode, with the initial weights that its code gives it.
+
+    Raises:
+        ArgumentError: the code fails, needs other arguments, or makes no ``torch.nn.Module``.
+    """
+    channels, height, width = image_shape
+    size = height if height == width else (height, width)
+    offered = {"num_classes": num_classes, "in_channels": channels, "image_size": size}
+    with code_errors(f"{code.name} can't make a model"), code.importable(), torch.device("cpu"), seeded(seed):
+        if isinstance(code.value, nn.Module):
+            model: Any = copy.deepcopy(code.value)
+        else:
+            model = code.value(**arguments_for(code.value, offered, name=code.name))
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"{code.name} must give a torch.nn.Module, got {type(model).__name__}.")
+    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise ArgumentError(f"{code.name} has lazy layers without a size: run the model once before you return it.")
+    return model.train()
 
 
 def count_parameters(name: str, *, num_classes: int = 10, in_channels: int = 3, **options: Any) -> int:
@@ -224,13 +259,6 @@ def count_parameters(name: str, *, num_classes: int = 10, in_channels: int = 3, 
 def _count(build: Callable[[], nn.Module]) -> int:
     with torch.device("meta"), seeded(0):
         return sum(parameter.numel() for parameter in build().parameters())
-
-
-def _require_memory(build: Callable[[], nn.Module]) -> None:
-    """Refuse a model that is larger than the machine's memory before it is allocated."""
-    needed = _count(build) * torch.float32.itemsize
-    if needed > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
-        raise ArgumentError(f"the model would need {needed} bytes, more than this machine has. Lower its options.")
 
 
 def _checked(name: str, *, num_classes: int, in_channels: int, options: dict[str, Any]) -> Callable[[], nn.Module]:

@@ -197,29 +197,35 @@ class ResNet9(nn.Module):
 
     The pool makes the number of features, and so of parameters, independent of the image's size. Blocks have the
     authors' names, because transfer freezes them by name: conv1, conv2, res1 and conv3 stay, the rest learns.
+
+    ``groups`` has four slots: conv1–2, res1, conv3–4, res2 (a block's ScaleNorm goes with it). Every reported run had
+    one number in all four; a number above a layer's channels is clamped to them, so that 1 is LayerNorm and 2048
+    InstanceNorm. Initial weights are PyTorch's. ``large_images`` is the authors' unused variant for big inputs: six
+    pools instead of three.
     """
 
     def __init__(
         self,
         *,
-        in_channels: int,
         num_classes: int,
-        norms: list[Norm],
-        activation: str,
-        scale_norm: bool,
-        large_pictures: bool,
+        in_channels: int,
+        groups: Groups = 32,
+        norm: str = "group",
+        activation: str = "mish",
+        scale_norm: bool = False,
+        large_images: bool = False,
     ) -> None:
         super().__init__()
-        n1, n2, n3, n4 = norms
+        n1, n2, n3, n4 = norm_per_stage(norm, groups, stages=4)
 
         def unit(i: int, o: int, norm: Norm, *, pool: bool = True) -> nn.Sequential:
             return conv_norm_act(i, o, norm=norm, activation=activation, pool=pool)
 
-        self.conv1 = unit(in_channels, 64, n1, pool=large_pictures)
-        self.conv2 = nn.Sequential(unit(64, 128, n1), unit(128, 128, n1)) if large_pictures else unit(64, 128, n1)
+        self.conv1 = unit(in_channels, 64, n1, pool=large_images)
+        self.conv2 = nn.Sequential(unit(64, 128, n1), unit(128, 128, n1)) if large_images else unit(64, 128, n1)
         self.res1 = double_unit(128, norm=n2, activation=activation, scale_norm=scale_norm)
-        self.conv3 = unit(128, 128 if large_pictures else 256, n3)
-        self.conv4 = nn.Sequential(unit(128, 256, n3), unit(256, 256, n3)) if large_pictures else unit(256, 256, n3)
+        self.conv3 = unit(128, 128 if large_images else 256, n3)
+        self.conv4 = nn.Sequential(unit(128, 256, n3), unit(256, 256, n3)) if large_images else unit(256, 256, n3)
         self.res2 = double_unit(256, norm=n4, activation=activation, scale_norm=scale_norm)
         self.pool = nn.Sequential(nn.AdaptiveMaxPool2d(2), nn.Flatten())
         self.classifier = nn.Linear(1024, num_classes)
@@ -229,30 +235,3 @@ class ResNet9(nn.Module):
         x = self.res1(self.conv2(self.conv1(x_NCHW)))
         x = self.res2(self.conv4(self.conv3(x)))
         return self.classifier(self.pool(x))
-
-
-def resnet9(
-    *,
-    num_classes: int,
-    in_channels: int,
-    groups: Groups = 32,
-    norm: str = "group",
-    activation: str = "mish",
-    scale_norm: bool = False,
-    large_pictures: bool = False,
-) -> nn.Module:
-    """ResNet-9. ``groups`` has four slots: conv1–2, res1, conv3–4, res2 (a block's ScaleNorm goes with it).
-
-    Every reported run had one number in all four; a number above a layer's channels is clamped to them, so that 1 is
-    LayerNorm and 2048 InstanceNorm. Initial weights are PyTorch's.
-
-    ``large_pictures`` is the authors' unused variant for big inputs: six pools instead of three.
-    """
-    return ResNet9(
-        in_channels=in_channels,
-        num_classes=num_classes,
-        norms=norm_per_stage(norm, groups, stages=4),
-        activation=activation,
-        scale_norm=scale_norm,
-        large_pictures=large_pictures,
-    )

@@ -23,12 +23,15 @@ _METHODS = ("add", "add_")
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """A module that got a norm, or could not get one, and why."""
+class Change:
+    """One change to a model, or one that could not be made: to which module, what, and why."""
 
     module: str
     what: str
     why: str
+
+    def __str__(self) -> str:
+        return f"{self.module or 'the model'}: {self.what} ({self.why})"
 
 
 @final
@@ -40,13 +43,13 @@ class _OwnForward(fx.Tracer):
         return True
 
 
-def add_scale_norms(model: nn.Module, example: Tensor, *, groups: int = 32) -> tuple[nn.Module, list[Place]]:
+def add_scale_norms(model: nn.Module, example: Tensor, *, groups: int = 32) -> tuple[nn.Module, list[Change]]:
     """Insert GroupNorm after each addition of two feature maps; returns the model and what was put where.
 
     Works in place. Only modules whose own forward adds are rewritten, as ``torch.fx.GraphModule``; all names of
     parameters stay. A forward that can't be traced (data-dependent control flow) is left as it is, and listed.
     """
-    places: list[Place] = []
+    changes: list[Change] = []
     found = False
     calls = _record_calls(model, example)
     for name, module in list(model.named_modules()):
@@ -54,7 +57,7 @@ def add_scale_norms(model: nn.Module, example: Tensor, *, groups: int = 32) -> t
             continue
         graph = _trace(module)
         if isinstance(graph, str):
-            places.append(Place(module=name, what="left as it is, without ScaleNorm", why=graph))
+            changes.append(Change(module=name, what="left as it is, without ScaleNorm", why=graph))
             continue
         traced = _as_graph_module(module, graph)
         added = _insert_norms(traced, calls[name], groups)
@@ -62,11 +65,11 @@ def add_scale_norms(model: nn.Module, example: Tensor, *, groups: int = 32) -> t
             found = True
             model = _put(model, module, traced)
             why = "ScaleNorm: activations keep mean 0 and variance 1 after a residual addition"
-            places += [Place(module=f"{name}.{child}".lstrip("."), what=what, why=why) for child, what in added]
+            changes += [Change(module=f"{name}.{child}".lstrip("."), what=what, why=why) for child, what in added]
     if not found:
-        hints = " ".join(f"{place.module or 'The model'}: {place.why}." for place in places)
+        hints = " ".join(f"{change.module or 'The model'}: {change.why}." for change in changes)
         raise ArgumentError(f"scale_norm found no residual addition in any forward. Add the norms by hand. {hints}")
-    return model, places
+    return model, changes
 
 
 def _record_calls(model: nn.Module, example: Tensor) -> dict[str, tuple[Any, ...]]:

@@ -63,18 +63,14 @@ def shoefit_cnn(
         nn.Conv2d(first, second, 4, stride=2),
         make_activation(activation),
         nn.MaxPool2d(2, stride=1),
-        nn.Flatten(),
-        nn.Linear(second * _shoefit_side(height, stride) * _shoefit_side(width, stride), 32),
-        make_activation(activation),
-        nn.Linear(32, num_classes),
+        *_hidden(second * _shoefit_side(height, stride) * _shoefit_side(width, stride), 32, num_classes, activation),
     ]
     return _drawn(layers, init)
 
 
 def _shoefit_side(side: int, stride: int) -> int:
     """A side before the first linear layer: convolution 8 with padding 3, pool, convolution 4 of stride 2, pool."""
-    pooled = (side - 2) // stride
-    return (pooled - 4) // 2
+    return ((side - 2) // stride - 4) // 2
 
 
 def doermann_cnn(
@@ -89,10 +85,7 @@ def doermann_cnn(
         nn.Conv2d(16, 32, 4),
         nn.MaxPool2d(2),
         make_activation(activation),
-        nn.Flatten(),
-        nn.Linear(32 * _doermann_side(height) * _doermann_side(width), 32),
-        make_activation(activation),
-        nn.Linear(32, num_classes),
+        *_hidden(32 * _doermann_side(height) * _doermann_side(width), 32, num_classes, activation),
     ]
     return _drawn(layers, init)
 
@@ -114,9 +107,9 @@ def shoefit_cifar(
 
     The paper's table omits the third pool; its parameter count does not.
     """
-    layers = [*_three_pairs(in_channels, activation), nn.Flatten()]
-    features = _three_pooled_features(image_size)
-    layers += [nn.Linear(features, 1024), make_activation(activation), nn.Linear(1024, num_classes)]
+    height, width = height_width(image_size, least=8)
+    layers = _three_pairs(in_channels, activation)
+    layers += _hidden(128 * (height // 8) * (width // 8), 1024, num_classes, activation)
     return _drawn(layers, init)
 
 
@@ -132,9 +125,9 @@ def tempered_cnn(
 
     ``activation`` "tempered_sigmoid(scale,temperature,offset)" gives the family that the paper studies.
     """
-    layers = [*_three_pairs(in_channels, activation), nn.Flatten()]
-    features = _three_pooled_features(image_size)
-    layers += [nn.Linear(features, 128), make_activation(activation), nn.Linear(128, num_classes)]
+    height, width = height_width(image_size, least=8)
+    layers = _three_pairs(in_channels, activation)
+    layers += _hidden(128 * (height // 8) * (width // 8), 128, num_classes, activation)
     return _drawn(layers, init)
 
 
@@ -165,9 +158,9 @@ def _three_pairs(in_channels: int, activation: str) -> list[nn.Module]:
     return layers
 
 
-def _three_pooled_features(image_size: ImageSize) -> int:
-    height, width = height_width(image_size, least=8)
-    return 128 * (height // 8) * (width // 8)
+def _hidden(features: int, width: int, num_classes: int, activation: str) -> list[nn.Module]:
+    """Flatten, a hidden layer of ``width`` units, the scores."""
+    return [nn.Flatten(), nn.Linear(features, width), make_activation(activation), nn.Linear(width, num_classes)]
 
 
 def _drawn(layers: list[nn.Module], init: str) -> nn.Module:

@@ -5,7 +5,7 @@ The papers' Dice loss sums over the batch, which mixes units: train with a loss 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 import torch
@@ -35,6 +35,53 @@ class SizeIsMultipleOf(nn.Module):
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class Segmentation9:
+    """The options of UNet-9 (``join`` "concat") and LinkNet-9 ("add"); ``build`` makes it.
+
+    ``num_classes`` is the number of maps, 1 for one organ. ``head`` "unit" ends in norm and activation as the papers'
+    code does, which bounds the scores from below; "conv" ends in a 1×1 convolution that gives free scores. ``width`` is
+    the number of channels of the first layer, 64 in the papers; all others are multiples of it, and 8 suits a CPU.
+    """
+
+    num_classes: int
+    in_channels: int
+    join: Join
+    groups: int = 8
+    norm: str = "group"
+    activation: str = "mish"
+    scale_norm: bool = False
+    head: Literal["unit", "conv"] = "unit"
+    width: int = 64
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        problems.count("width", self.width)
+        problems.require(self.head in ("unit", "conv"), f"head must be unit or conv, got {self.head!r}.")
+        problems.raise_if_any()
+
+    def build(self) -> nn.Module:
+        """The network, its weights drawn from the default generator."""
+        return SegmentationNet9(self)
+
+    def make_norm(self) -> Norm:
+        """The norm of every unit."""
+        return Norm(self.norm, self.groups)
+
+    def unit(self, i: int, o: int, *, pool: bool = False, upsample: bool = False) -> nn.Module:
+        """Convolution, norm and activation from ``i`` to ``o`` channels."""
+        return conv_norm_act(i, o, norm=self.make_norm(), activation=self.activation, pool=pool, upsample=upsample)
+
+    def residual(self, channels: int) -> nn.Module:
+        """Two units, added to their input."""
+        return double_unit(channels, norm=self.make_norm(), activation=self.activation, scale_norm=self.scale_norm)
+
+    def join_norm(self, channels: int) -> nn.Module:
+        """ScaleNorm after a join with a long skip, or nothing."""
+        return self.make_norm().make(channels) if self.scale_norm else nn.Identity()
+
+
+@final
 class SegmentationNet9(nn.Module):
     """An encoder like ResNet-9's, a decoder with two long skips, and one map a class at the input's size.
 
@@ -42,34 +89,14 @@ class SegmentationNet9(nn.Module):
     every join with a long skip.
     """
 
-    def __init__(
-        self,
-        *,
-        in_channels: int,
-        num_classes: int,
-        join: Join,
-        norm: Norm,
-        activation: str,
-        scale_norm: bool,
-        width: int,
-    ) -> None:
+    def __init__(self, options: Segmentation9) -> None:
         super().__init__()
-        w = width
-
-        def unit(i: int, o: int, *, pool: bool = False, upsample: bool = False) -> nn.Module:
-            return conv_norm_act(i, o, norm=norm, activation=activation, pool=pool, upsample=upsample)
-
-        def residual(channels: int) -> nn.Module:
-            return double_unit(channels, norm=norm, activation=activation, scale_norm=scale_norm)
-
-        def join_norm(channels: int) -> nn.Module:
-            return norm.make(channels) if scale_norm else nn.Identity()
-
+        w, unit, residual, join_norm = options.width, options.unit, options.residual, options.join_norm
         # Channels after the joins: UNet keeps both halves, LinkNet adds them.
-        deep, shallow = (8 * w, 4 * w) if join == "concat" else (4 * w, 2 * w)
-        self.join = join
+        deep, shallow = (8 * w, 4 * w) if options.join == "concat" else (4 * w, 2 * w)
+        self.join = options.join
         self.checked = SizeIsMultipleOf(16)
-        self.down1 = nn.Sequential(unit(in_channels, w), unit(w, 2 * w, pool=True))
+        self.down1 = nn.Sequential(unit(options.in_channels, w), unit(w, 2 * w, pool=True))
         self.res1 = residual(2 * w)
         self.down2 = nn.Sequential(unit(2 * w, 4 * w, pool=True), unit(4 * w, 4 * w, pool=True))
         self.res2 = residual(4 * w)
@@ -81,8 +108,12 @@ class SegmentationNet9(nn.Module):
         self.res4 = residual(shallow)
         self.up1 = unit(shallow, shallow // 2, upsample=True)
         # The number of classes need not be a multiple of the groups.
-        head_norm = replace(norm, rule="gcd")
-        self.head: nn.Module = conv_norm_act(shallow // 2, num_classes, norm=head_norm, activation=activation)
+        norm = replace(options.make_norm(), rule="gcd")
+        self.head: nn.Module = conv_norm_act(
+            shallow // 2, options.num_classes, norm=norm, activation=options.activation
+        )
+        if options.head == "conv":
+            self.head = nn.Conv2d(shallow // 2, options.num_classes, 1)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """(N, C, H, W) → (N, classes, H, W)."""
@@ -97,39 +128,3 @@ class SegmentationNet9(nn.Module):
     def _joined(self, x_NCHW: Tensor, skip_NCHW: Tensor) -> Tensor:
         """UNet's join doubles the channels, LinkNet's keeps them."""
         return torch.cat((x_NCHW, skip_NCHW), dim=1) if self.join == "concat" else x_NCHW + skip_NCHW
-
-
-def segmentation9(
-    *,
-    num_classes: int,
-    in_channels: int,
-    join: Join,
-    groups: int = 8,
-    norm: str = "group",
-    activation: str = "mish",
-    scale_norm: bool = False,
-    head: Literal["unit", "conv"] = "unit",
-    width: int = 64,
-) -> nn.Module:
-    """UNet-9 (``join`` "concat") or LinkNet-9 ("add"); ``num_classes`` is the number of maps, 1 for one organ.
-
-    ``head`` "unit" ends in norm and activation as the papers' code does, which bounds the scores from below;
-    "conv" ends in a 1×1 convolution that gives free scores. ``width`` is the number of channels of the first layer,
-    64 in the papers; all others are multiples of it, and 8 suits a CPU.
-    """
-    problems = Problems()
-    problems.count("width", width)
-    problems.require(head in ("unit", "conv"), f"head must be unit or conv, got {head!r}.")
-    problems.raise_if_any()
-    model = SegmentationNet9(
-        in_channels=in_channels,
-        num_classes=num_classes,
-        join=join,
-        norm=Norm(norm, groups),
-        activation=activation,
-        scale_norm=scale_norm,
-        width=width,
-    )
-    if head == "conv":
-        model.head = nn.Conv2d(2 * width if join == "concat" else width, num_classes, 1)
-    return model

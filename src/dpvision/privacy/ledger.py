@@ -4,6 +4,9 @@ One line of canonical JSON per entry: ``seq``, ``prev`` (the hash of the line be
 ``hash`` (SHA-256 of the rest). No clock and no randomness: a run that was interrupted and resumed leaves the same
 bytes as one that was not. The chain shows edits, not forgeries: anyone who rewrites every line gets a valid chain with
 another head, which is why checkpoints and certificates keep the head and the length too.
+
+Each time a run writes its release, it appends a ``release`` entry with the hashes of what it releases. Format 1 had no
+such entry; a ledger keeps the format that it was created with.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, final
@@ -23,7 +26,9 @@ from dpvision.errors import ArgumentError, DataError, PrivacyError, TamperError,
 from dpvision.privacy.mechanism import Adjacency, Event
 from dpvision.storage.files import disk_errors, synced, write_atomically
 
-FORMAT = 1
+FORMAT = 2
+FIRST_FORMAT, COMMITTING_FORMAT = 1, 2
+MOST_KINDS = 24  # of charges: composing takes a while for each, and no run has more than a few
 TRAINING = "training step"
 _FIRST_PREV = "0" * 64
 _HASHED_LINE = re.compile(rb'\{"hash":"([0-9a-f]{64})",(.*)', re.DOTALL)
@@ -31,6 +36,7 @@ _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=Fal
 _ENTRY_FIELDS = frozenset({"seq", "prev", "kind", "payload"})
 _Text = Annotated[str, Field(min_length=1)]
 _Whole = Annotated[int, Field(ge=0)]
+_Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 Payload = dict[str, Any]
 
@@ -46,7 +52,7 @@ class _Header(_Payload):
 
     model_config = ConfigDict(extra="allow")
 
-    format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
+    format: Annotated[int, Field(ge=FIRST_FORMAT, le=FORMAT)]
     run_id: _Text
     privacy_unit: _Text
     adjacency: Adjacency
@@ -74,7 +80,21 @@ class _Fork(_Payload):
     reason: _Text
 
 
-_KINDS: dict[str, type[_Payload]] = {"header": _Header, "charge": _Charge, "declare": _Declaration, "fork": _Fork}
+class _Release(_Payload):
+    """Hashes of the released weights and of what is needed to use them."""
+
+    weights_sha256: _Digest
+    config_sha256: _Digest
+    data_sha256: _Digest
+
+
+_KINDS: dict[str, type[_Payload]] = {
+    "header": _Header,
+    "charge": _Charge,
+    "declare": _Declaration,
+    "fork": _Fork,
+    "release": _Release,
+}
 
 
 @final
@@ -84,7 +104,7 @@ class Entry:
 
     Attributes:
         seq: its number, from zero.
-        kind: "header", "charge", "declare" or "fork".
+        kind: "header", "charge", "declare", "fork" or "release".
         payload: its content.
         prev: hash of the line before.
         hash: its own hash.
@@ -109,6 +129,7 @@ class _Book:
         self.header: Payload | None = None
         self.forks: list[Payload] = []
         self.declared: list[Payload] = []
+        self.released: Payload | None = None  # only while the release is the last entry
         self._charged: dict[tuple[int, str], dict[int, Event]] = {}
         self._events: dict[tuple[object, ...], Event] = {}
         self._counts: dict[Event, int] = {}
@@ -121,8 +142,12 @@ class _Book:
             _KINDS[kind].model_validate(payload)
         except ValidationError as error:
             raise _RuleBroken(f"a {kind} breaks its rules: {validation_message(error, whole=kind)}") from error
-        if kind == "header":
+        self.released = None
+        if self.header is None:
             self.header = payload
+        elif kind == "release":
+            _require(self.header["format"] >= COMMITTING_FORMAT, "a ledger of format 1 has no release entries")
+            self.released = payload
         elif kind == "charge":
             self._admit_charge(payload)
         elif kind == "declare":
@@ -138,6 +163,8 @@ class _Book:
         fork, step, purpose = payload["fork"], payload["step"], payload["purpose"]
         _require(fork == len(self.forks), f"fork must be {len(self.forks)}, got {fork}")
         event = self._event(payload)
+        known = event in self._counts or len(self._counts) < MOST_KINDS
+        _require(known, f"more than {MOST_KINDS} kinds of releases are charged")
         steps = self._charged.setdefault((fork, purpose), {})
         # A fork may begin with zero, or where it left the run that it continues.
         first = {0} if not self.forks else {0, self.forks[-1]["step"]}
@@ -168,7 +195,9 @@ class _Book:
         return tuple(self._counts.items())
 
     def has_note(self, kind: str, payload: Payload) -> bool:
-        """Return whether this note is already there."""
+        """Return whether this note is already there; a release counts only as the last entry."""
+        if kind == "release":
+            return payload == self.released
         return payload in {"declare": self.declared, "fork": self.forks}.get(kind, [])
 
 
@@ -279,10 +308,12 @@ class Ledger:
             )
 
     def note(self, kind: str, payload: Payload) -> None:
-        """Append a ``declare`` (what, how) or a ``fork`` (fork, step, reason); the same note again appends nothing.
+        """Append a ``declare`` (what, how), a ``fork`` (fork, step, reason) or a ``release`` (see ``commit_release``).
+
+        The same note again appends nothing; a release counts as the same only if it is the last entry.
 
         Args:
-            kind: "declare" or "fork".
+            kind: "declare", "fork" or "release".
             payload: its fields.
 
         Raises:
@@ -293,6 +324,24 @@ class Ledger:
             raise ArgumentError(f"a {kind} must be recorded with Ledger.create or Ledger.charge, not Ledger.note.")
         if not self._book.has_note(kind, payload):
             self._append(kind, payload)
+
+    def commit_release(self, *, weights_sha256: str, config_sha256: str, data: Mapping[str, Any]) -> None:
+        """Append the hashes of what is about to be released; the certificate is built after this.
+
+        Args:
+            weights_sha256: SHA-256 of the weights file, in hex.
+            config_sha256: SHA-256 of the released configuration, which holds model and pixel constants.
+            data: the certificate's description of the data: class names, image shape and so on.
+
+        Raises:
+            PrivacyError: an earlier write failed.
+
+        Guarantee: on disk when this returns. Appends nothing if the last entry commits to the same files, or if the
+        ledger has format 1, which has no such entry.
+        """
+        if self.header["format"] >= COMMITTING_FORMAT:
+            payload = release_payload(weights_sha256=weights_sha256, config_sha256=config_sha256, data=data)
+            self.note("release", payload)
 
     def has_charge(self, *, step: int, fork: int = 0, purpose: str = TRAINING) -> bool:
         """Return whether this release has been charged."""
@@ -370,6 +419,17 @@ def charges_of(entries: Iterable[Entry]) -> tuple[tuple[Event, int], ...]:
     for entry in entries:
         book.admit(entry.kind, entry.payload)
     return book.charges()
+
+
+def release_payload(*, weights_sha256: str, config_sha256: str, data: Mapping[str, Any]) -> Payload:
+    """Return the payload of a ``release`` entry; see ``Ledger.commit_release``."""
+    described = hashlib.sha256(_ENCODER.encode(data).encode()).hexdigest()
+    return {"weights_sha256": weights_sha256, "config_sha256": config_sha256, "data_sha256": described}
+
+
+def committed_release(entries: Sequence[Entry]) -> Payload | None:
+    """Return the payload of the last entry if it is a release; None if the run continued after its last release."""
+    return entries[-1].payload if entries and entries[-1].kind == "release" else None
 
 
 def require_mark(entries: tuple[Entry, ...], *, length: int, head: str, path: Path) -> None:

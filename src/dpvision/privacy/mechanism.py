@@ -6,6 +6,7 @@ No torch, no data. ``Mechanism`` says what is sampled, clipped, noised and divid
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, Context
 from typing import Any, Literal, final
@@ -64,6 +65,8 @@ class Mechanism:
         clipping: how a unit is brought to at most ``clip_norm``; without influence on epsilon.
         unit_norm: whether to divide by ``clip_norm`` too, after the noise, so that one learning rate fits every clip
             norm; without influence on epsilon.
+        delta: of the guarantee that it was calibrated for, if it was; not part of what the mechanism does.
+        target_epsilon: likewise.
 
     Guarantee: ``steps`` releases of ``(sum of clipped unit gradients + N(0, noise_stddev²)) / divisor``, each over
     a Poisson draw of units with ``sample_rate``. Nothing here is read off the private data at run time.
@@ -78,6 +81,8 @@ class Mechanism:
     adjacency: Adjacency = "add_remove"
     clipping: Clipping = "flat"
     unit_norm: bool = False
+    delta: float | None = None
+    target_epsilon: float | None = None
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -121,8 +126,60 @@ class Mechanism:
         return Event(sample_rate=self.sample_rate, noise_multiplier=self.noise_multiplier)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
-        return asdict(self)
+        """Return what the mechanism does as plain values, for JSON; without delta and target."""
+        return {name: value for name, value in asdict(self).items() if name not in ("delta", "target_epsilon")}
+
+    @staticmethod
+    def calibrated(
+        *,
+        target_epsilon: float,
+        delta: float,
+        num_units: int,
+        expected_batch_size: float,
+        steps: int,
+        clip_norm: float,
+        privacy_unit: str = "example",
+        adjacency: Adjacency = "add_remove",
+    ) -> Mechanism:
+        """Choose the least noise for which all steps together stay within a target.
+
+        Args:
+            target_epsilon: hard limit, above zero.
+            delta: of the guarantee, in (0, 1); choose one below 1 / num_units.
+            num_units: privacy units in the data, declared public.
+            expected_batch_size: expected units per step, at most ``num_units``.
+            steps: noisy releases, empty draws included.
+            clip_norm: L2 bound on one unit's contribution to the sum.
+            privacy_unit: what is protected, such as "example" or "patient".
+            adjacency: which datasets are neighbours.
+
+        Returns:
+            The mechanism, with its delta and target.
+
+        Raises:
+            ArgumentError: a value is out of range, or no noise reaches the target.
+        """
+        # The accountants are a layer above and import this file: they are imported when they are asked.
+        accounting = importlib.import_module("dpvision.accounting")
+        noise = accounting.calibrate_noise_multiplier(
+            num_units=num_units,
+            expected_batch_size=expected_batch_size,
+            steps=steps,
+            target_epsilon=target_epsilon,
+            delta=delta,
+            adjacency=adjacency,
+        )
+        return Mechanism(
+            num_units=num_units,
+            expected_batch_size=expected_batch_size,
+            clip_norm=clip_norm,
+            noise_multiplier=noise,
+            steps=steps,
+            privacy_unit=privacy_unit,
+            adjacency=adjacency,
+            delta=delta,
+            target_epsilon=target_epsilon,
+        )
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Mechanism:

@@ -1,6 +1,7 @@
 """The Gaussian mechanism: normals with full tails, added on a grid that does not depend on the data.
 
-``privatize`` is the only function that turns a sensitive ``ClippedSum`` into a ``PrivateGrad``.
+``noisy_mean`` is the only function that turns a sensitive ``ClippedSum`` into a ``PrivateGrad``, and only
+``private_step.Privatizer`` calls it, once for each charged step.
 
 Two things make a Gaussian mechanism on a computer weaker than on paper. First, generators that cut their tails
 (``torch.randn`` on a CPU never passes 5.768 standard deviations) put a floor under delta. Here the radius of every
@@ -151,7 +152,7 @@ class Grid:
         return Grid(spacing=spacing, noise_stddev=mechanism.noise_multiplier * sensitivity)
 
 
-def privatize(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> PrivateGrad:
+def noisy_mean(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> PrivateGrad:
     """Release the noisy mean gradient of one step: ``(sum + noise) / divisor``, noise drawn once, for the sum.
 
     Args:

@@ -246,7 +246,7 @@ class Optimizer:
         if type(grad) is not self._takes:
             raise PrivacyError(
                 f"this optimizer takes a {self._takes.__name__} only, got {type(grad).__name__}. "
-                "A private gradient comes from noise.privatize."
+                "A private gradient comes from Privatizer.release."
             )
         if grad.step != self._steps_taken:
             raise PrivacyError(

@@ -2,7 +2,8 @@
 
 The order of its three statements is the guarantee. The clipped sum is computed first and stays sensitive; the charge is
 on disk before noise is drawn; only the noisy gradient reaches the optimizer. A crash may over-count, never
-under-count. ``Budget`` is the hard limit: it refuses the step that would exceed the planned number of releases.
+under-count. ``Privatizer`` is the only caller of the noise: it releases a charged step once, and it is the hard budget
+limit, because it refuses the step that would exceed the planned number of releases.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from dpvision.gradients.clipped_sum import clipped_sum_of_batch
 from dpvision.gradients.per_unit import LossFunction
 from dpvision.privacy.ledger import TRAINING, Ledger
 from dpvision.privacy.mechanism import Event, Mechanism
-from dpvision.privacy.noise import privatize
+from dpvision.privacy.noise import noisy_mean
 from dpvision.privacy.optimizer import Optimizer
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.sampling import Sampling
-from dpvision.privacy.values import Batch
+from dpvision.privacy.torch_optimizer import TorchOptimizer
+from dpvision.privacy.values import Batch, ClippedSum, PrivateGrad
 
 
 class BudgetSpent(PrivacyError):
@@ -29,27 +31,43 @@ class BudgetSpent(PrivacyError):
 
 
 @final
-class Budget:
-    """Allow exactly the releases that the mechanism planned, over all forks of the run.
+class Privatizer:
+    """Charge and release the steps of one run: each once, in order, and no more than were planned.
 
     Args:
-        mechanism: the mechanism whose steps are charged.
+        mechanism: the mechanism whose steps are charged: noise, divisor, clip norm.
         ledger: the run's ledger, open for writing.
+        keys: the keys of the run; the stream "noise" is used. Default: a fresh secret of the operating system.
         fork: the fork of the run that charges now.
+        replays: whether a step that the ledger holds already may be released again. Only for a resumed run whose
+            ``keys`` are bound to everything that the sum depends on, so that the repeated release has the same bits.
 
-    Guarantee: the ledger never holds more training charges than ``mechanism.steps``, so the epsilon of the ledger
-    never exceeds the planned epsilon.
+    Guarantee: the ledger never holds more training charges than ``mechanism.steps``, so that its epsilon never exceeds
+    the planned one. A step is released once by this object, after its charge is on disk; without ``replays`` it is
+    released once over all objects and processes, because the ledger holds its charge.
+
+    The caller guarantees that each sum is that of the draw that was charged: a ``ClippedSum`` over units that joined
+    independently with ``mechanism.sample_rate``; and that no other object has the same keys.
     """
 
-    def __init__(self, mechanism: Mechanism, ledger: Ledger, *, fork: int = 0) -> None:
+    def __init__(
+        self, mechanism: Mechanism, ledger: Ledger, *, keys: Keys | None = None, fork: int = 0, replays: bool = False
+    ) -> None:
         self.mechanism = mechanism
         self._ledger = ledger
+        self._keys = Keys.from_os_entropy() if keys is None else keys
         self._fork = fork
+        self._replays = replays and keys is not None
+        self._last_charged = -1
+        self._charged: int | None = None  # charged and not released yet
+
+    def __repr__(self) -> str:
+        return f"Privatizer({self.spent} of {self.planned} steps charged)"
 
     @property
     def planned(self) -> int:
         """Steps planned when the ledger was created; later settings cannot raise them."""
-        return min(self.mechanism.steps, self._ledger.header["steps"])
+        return min(self.mechanism.steps, self._ledger.header.get("steps", self.mechanism.steps))
 
     @property
     def spent(self) -> int:
@@ -57,7 +75,7 @@ class Budget:
         return sum(count for event, count in self._ledger.charges() if event.purpose == TRAINING)
 
     def charge(self, sampling: Sampling, *, step: int) -> None:
-        """Write the cost of a step to disk, or refuse the step.
+        """Write the cost of a step to disk, or refuse the step. ``release`` needs it.
 
         Args:
             sampling: how the step's batch was drawn.
@@ -65,15 +83,46 @@ class Budget:
 
         Raises:
             BudgetSpent: all planned steps are charged.
-            PrivacyError: the draw is not the mechanism's (see ``step_event``).
+            PrivacyError: the draw is not the mechanism's (see ``step_event``), or the step was charged before.
         """
         event = step_event(sampling, self.mechanism)
-        if not self._ledger.has_charge(step=step, fork=self._fork) and self.spent >= self.planned:
+        known = self._ledger.has_charge(step=step, fork=self._fork)
+        if step <= self._last_charged or (known and not self._replays):
+            raise PrivacyError(
+                f"step {step} was charged before and is released once: a second sum under its noise would show the "
+                "difference of the two without noise. Take the next step, or note a fork, with other keys."
+            )
+        if not known and self.spent >= self.planned:
             raise BudgetSpent(
                 f"the budget is spent: {self.spent} of {self.planned} planned steps are charged. "
                 "A new run with a larger target epsilon composes with this one."
             )
         self._ledger.charge(event, step=step, fork=self._fork)
+        self._last_charged = self._charged = step
+
+    def release(self, clipped: ClippedSum, *, step: int) -> PrivateGrad:
+        """Release the noisy mean of a clipped sum, once: ``(sum + noise) / divisor``.
+
+        Args:
+            clipped: the clipped sum of the step; it is used up, also when it is refused because it is not finite.
+            step: the step that was charged last.
+
+        Returns:
+            The noisy mean, safe to use and to keep.
+
+        Raises:
+            PrivacyError: the step is not charged or was released, or the sum was clipped to another norm, was taken
+                before, or is not finite.
+
+        Guarantee: one Gaussian mechanism of ``mechanism.step_event``; see ``noise.noisy_mean`` for its numerics.
+        """
+        if self._charged is None or step != self._charged:
+            raise PrivacyError(
+                f"step {step} is not charged, or was released: each step is charged first and released once. "
+                "Call Privatizer.charge for the next step."
+            )
+        self._charged = None  # also if what follows fails: nothing is released twice
+        return noisy_mean(clipped, self.mechanism, self._keys, step=step)
 
 
 def step_event(sampling: Sampling, mechanism: Mechanism) -> Event:
@@ -106,9 +155,8 @@ def private_step(
     loss_fn: LossFunction,
     batch: Batch,
     *,
-    optimizer: Optimizer,
-    budget: Budget,
-    keys: Keys,
+    optimizer: Optimizer | TorchOptimizer,
+    privatizer: Privatizer,
     step: int,
     performance: Performance,
 ) -> None:
@@ -119,8 +167,7 @@ def private_step(
         loss_fn: one loss per row, from outputs and targets.
         batch: the Poisson draw of this step. An empty draw is a step of noise alone, and is charged.
         optimizer: a private ``Optimizer`` whose next step is ``step``.
-        budget: the hard limit, with the mechanism and the ledger.
-        keys: the keys of the run; the stream "noise" is used.
+        privatizer: charges and releases, with the mechanism, the ledger and the keys of the run.
         step: the index of the step, from zero.
         performance: speed and memory; without influence on the guarantee.
 
@@ -128,10 +175,9 @@ def private_step(
         BudgetSpent: all planned steps are charged; nothing was released.
         PrivacyError: a model that mixes units, a draw of another sampler, or a gradient out of order.
 
-    Guarantee: releases one Gaussian mechanism of ``mechanism.step_event``, after its charge is on disk. The same
-    arguments give the same bits, so that the replay of a charged step releases nothing new.
+    Guarantee: releases one Gaussian mechanism of ``mechanism.step_event``, after its charge is on disk.
     """
-    mechanism = budget.mechanism
+    mechanism = privatizer.mechanism
     clipped = clipped_sum_of_batch(
         model,
         loss_fn,
@@ -140,5 +186,5 @@ def private_step(
         clipping=mechanism.clipping,
         performance=performance,
     )
-    budget.charge(batch.sampling, step=step)
-    optimizer.step(privatize(clipped, mechanism, keys, step=step))
+    privatizer.charge(batch.sampling, step=step)
+    optimizer.step(privatizer.release(clipped, step=step))

@@ -1,6 +1,6 @@
 """The values that travel through a step, in one direction: Batch → ClippedSum → PrivateGrad.
 
-The types are the guarantee's plumbing: only ``noise.privatize`` opens a ``ClippedSum``, once, and only it makes a
+The types are the guarantee's plumbing: only ``noise.noisy_mean`` opens a ``ClippedSum``, once, and only it makes a
 ``PrivateGrad``; a private optimizer accepts nothing else. ``repr`` prints no private value.
 
 Shapes: U units, R rows per unit. Rows of one unit are neighbours: row ``u * R + r`` belongs to unit ``u``.
@@ -8,17 +8,61 @@ Shapes: U units, R rows per unit. Rows of one unit are neighbours: row ``u * R +
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
-from dpvision.errors import PrivacyError
+from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.privacy.sampling import Sampling
 
 PROOF_OF_NOISE = object()
-"""Given to ``PrivateGrad`` by ``noise.privatize``, and by nothing else."""
+"""Given to ``PrivateGrad`` by ``noise.noisy_mean``, and by nothing else."""
+
+
+RowTree = Any
+"""Rows: a tensor, or a dict, tuple or list of such, nested as needed. Every tensor has its rows in dimension 0."""
+
+
+def row_tensors(rows: RowTree) -> list[Tensor]:
+    """Return all tensors of a tree of rows, in a fixed order.
+
+    Raises:
+        ArgumentError: something in it is neither a tensor nor None.
+    """
+    leaves = [leaf for leaf in tree_leaves(rows) if leaf is not None]
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise ArgumentError(
+                f"inputs and targets must be tensors, or dicts, tuples or lists of tensors, got {type(leaf).__name__}."
+            )
+    return leaves
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], rows: RowTree) -> RowTree:
+    """Return the tree with every tensor changed; the structure stays."""
+
+    def changed(leaf: Any) -> Any:
+        return change(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(changed, rows)
+
+
+def number_of_rows(rows: RowTree) -> int:
+    """Return the number of rows, equal in all tensors.
+
+    Raises:
+        ArgumentError: there is no tensor, or the numbers differ.
+    """
+    shapes = [tensor.shape for tensor in row_tensors(rows)]
+    counts = {shape[0] if len(shape) else -1 for shape in shapes}
+    if len(counts) != 1 or -1 in counts:
+        shown = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise ArgumentError(f"inputs must have the same number of rows in all their tensors, got shapes {shown}.")
+    return counts.pop()
 
 
 @final
@@ -27,18 +71,30 @@ class Microbatch:
     """A fixed-shape piece of a draw. Sensitive.
 
     Attributes:
-        inputs: U·R rows.
-        targets: as many targets.
+        inputs: U·R rows: a tensor, or a dict, tuple or list of tensors. A model is called with a tensor as it is, with
+            a dict by keyword, with a tuple or list by position.
+        targets: as many targets, in the same forms.
         row_weights_UR: the weights with which rows enter their unit's loss: they sum to one in a real unit and to zero
             in a padding unit.
     """
 
-    inputs: Tensor
-    targets: Tensor
+    inputs: RowTree
+    targets: RowTree
     row_weights_UR: Tensor
 
+    @property
+    def rows(self) -> int:
+        """The number of rows, U·R."""
+        return number_of_rows(self.inputs)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs are."""
+        return row_tensors(self.inputs)[0].device
+
     def __repr__(self) -> str:
-        return f"Microbatch(inputs={tuple(self.inputs.shape)}, sensitive)"
+        shapes = ", ".join(str(tuple(x.shape)) for x in row_tensors(self.inputs))
+        return f"Microbatch(inputs={shapes}, sensitive)"
 
 
 class Batch(Protocol):
@@ -56,7 +112,7 @@ class Batch(Protocol):
 
 @final
 class ClippedSum:
-    """The exact sum over units of their clipped gradients. Sensitive: ``noise.privatize`` opens it, once.
+    """The exact sum over units of their clipped gradients. Sensitive: ``noise.noisy_mean`` opens it, once.
 
     Args:
         gradients: the sums by parameter name.
@@ -100,14 +156,14 @@ class PrivateGrad:
         proof: ``PROOF_OF_NOISE``.
 
     Raises:
-        PrivacyError: made by anything but ``noise.privatize``.
+        PrivacyError: made by anything but ``noise.noisy_mean``.
     """
 
     __slots__ = ("gradients", "step")
 
     def __init__(self, gradients: Mapping[str, Tensor], step: int, *, proof: object) -> None:
         if proof is not PROOF_OF_NOISE:
-            raise PrivacyError("only noise.privatize makes a PrivateGrad.")
+            raise PrivacyError("only noise.noisy_mean makes a PrivateGrad.")
         self.gradients = gradients
         self.step = step
 

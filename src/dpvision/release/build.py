@@ -26,7 +26,6 @@ from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.privacy.ledger import TRAINING, Entry, charges_of
 from dpvision.privacy.mechanism import Adjacency, Event, Guarantee, Mechanism
 from dpvision.release.schema import (
-    FORMAT,
     AttackBound,
     Certificate,
     Charged,
@@ -35,6 +34,7 @@ from dpvision.release.schema import (
     GaussianBound,
     LedgerMark,
     OtherUnit,
+    format_for,
     parse_certificate,
 )
 from dpvision.release.statements import (
@@ -67,7 +67,7 @@ def build_certificate(
     mechanism: Mechanism | None,
     hand_seeded: bool,
     release: ReleaseFacts,
-    version: Format = FORMAT,
+    version: Format | None = None,
 ) -> dict[str, Any]:
     """Build the certificate of a run.
 
@@ -76,7 +76,7 @@ def build_certificate(
         mechanism: What the run was planned with; None without privacy.
         hand_seeded: Whether the key was made from a seed, so that the run must not be released.
         release: Hashes of the released files, and public descriptions of data and software.
-        version: The format, which decides the sentences.
+        version: The format, which decides the sentences. Default: the newest that suits the ledger's format.
 
     Returns:
         The content of certificate.json, without attachments.
@@ -88,6 +88,7 @@ def build_certificate(
         Epsilon covers every charge in the ledger, and a run that must not be released says so.
     """
     header = ledger[0].payload
+    version = format_for(header) if version is None else version
     _require_same_facts(header, mechanism)
     charges = charges_of(ledger)
     bounds = bounds_of(charges, delta=header["delta"], adjacency=header["adjacency"])

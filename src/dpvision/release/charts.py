@@ -44,7 +44,13 @@ _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
 def score_chart(
-    points: Sequence[Point], *, x_title: str, score_name: str, final_label: str, baseline: float | None = None
+    points: Sequence[Point],
+    *,
+    x_title: str,
+    score_name: str,
+    final_label: str,
+    baseline: float | None = None,
+    baseline_name: str = "constant mask",
 ) -> Markup:
     """Draw accuracy or Dice on public test data over epsilon or steps.
 
@@ -53,7 +59,8 @@ def score_chart(
         x_title: The name of the x axis.
         score_name: "accuracy" or "Dice".
         final_label: The text beside the last point.
-        baseline: A score to compare with, drawn as a dashed line: that of the best constant mask.
+        baseline: A score to compare with, drawn as a dashed line: that of the best constant prediction.
+        baseline_name: What it is.
 
     Returns:
         One SVG for wide screens and one for narrow screens; the style sheet shows one of them.
@@ -68,13 +75,41 @@ def score_chart(
         axes.locator_params(axis="y", nbins=6)
         if baseline is not None:
             axes.axhline(baseline, color=_FAINT, linewidth=1.5, dashes=(4, 4), clip_on=False)
-            _label(axes, f"constant mask {100 * baseline:.1f} %", (0, baseline), offset=(6, 6), colour=_SOFT)
+            # On the side of the dashed line that the curve's beginning is not on.
+            above = points[0][1] < baseline
+            text = f"{baseline_name} {100 * baseline:.1f} %"
+            _label(axes, text, (0, baseline), offset=(6, 6 if above else -17), colour=_SOFT)
         axes.plot(*zip(*points, strict=True), "o-", color=_ACCENT, markersize=4, linewidth=2.5, clip_on=False)
         falls = len(points) > 1 and points[-2][1] > points[-1][1]  # then the label goes below, off the line
         _mark(axes, points[-1], final_label, offset=(6, -22 if falls else 11), align="right")
 
     label = f"Line chart: test {score_name} over {x_title.lower()}, ending at {100 * points[-1][1]:.1f} %."
     return _svg(draw, height=0.7, titles=(x_title, f"Test {score_name}"), label=label)
+
+
+def reliability_chart(bins: Sequence[tuple[float, float, Point]]) -> Markup:
+    """Draw accuracy over confidence, with 95 % intervals; a calibrated model is on the diagonal.
+
+    Args:
+        bins: mean confidence, accuracy and its interval of the images in each bin.
+
+    Returns:
+        One SVG for wide screens and one for narrow screens.
+    """
+
+    def draw(axes: Axes) -> None:
+        axes.set(xlim=(0, 1), ylim=(0, 1))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
+        axes.plot([0, 1], [0, 1], color=_FAINT, linewidth=1.5, dashes=(4, 4), clip_on=False)
+        for confidence, _, (low, high) in bins:
+            axes.plot([confidence, confidence], [low, high], color=_ACCENT, linewidth=1.5, clip_on=False)
+        shown = [(confidence, accuracy) for confidence, accuracy, _ in bins]
+        axes.plot(*zip(*shown, strict=True), "o-", color=_ACCENT, markersize=6, linewidth=1.5, clip_on=False)
+        _label(axes, "calibrated", (0.06, 0.06), offset=(10, -6), colour=_SOFT)
+
+    label = "Reliability diagram: the share of correct answers over the model's confidence."
+    return _svg(draw, height=0.8, titles=("Confidence of the answer", "Correct answers"), label=label)
 
 
 def attack_chart(profile: Profile, *, marked: Sequence[tuple[Point, str]]) -> Markup:

@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dpvision.errors import printable
+from dpvision.own_code import is_own
 from dpvision.privacy.mechanism import rounded_up
 from dpvision.release.certificate_page import safe_markdown
 from dpvision.release.schema import Certificate, parse_certificate
-from dpvision.release.statements import WORDING
+from dpvision.release.statements import OWN_MODEL, WORDING, own_code_declarations
 
 _METRICS = {
     "accuracy": "Accuracy",
@@ -91,6 +93,7 @@ def _sections(certificate: Certificate, metrics: str, config: Mapping[str, Any])
         yield "**Not for release:** " + "; ".join(safe_markdown(stamp) for stamp in certificate.stamps) + "."
     yield _what(certificate, config)
     yield "## Intended use\n" + _use(certificate, config)
+    yield from _own_code(config)
     yield ("## Figures\n" if certificate.format == 2 else "## Metrics\n") + metrics
     yield "## Privacy\n" + _privacy(certificate)
     yield "## Limits\n" + _limits(certificate)
@@ -126,6 +129,26 @@ def _use(certificate: Certificate, config: Mapping[str, Any]) -> str:
         "under which licence."
     )
     return text if certificate.for_release else f"{text} It must not be given away: see above."
+
+
+def _own_code(config: Mapping[str, Any]) -> Iterator[str]:
+    """How to use a model of the user's own, whose code is not part of the release."""
+    model = config.get("model")
+    name = str(model.get("name")) if isinstance(model, dict) else ""
+    if not is_own(name):
+        return
+    declared = dict(own_code_declarations(config))[OWN_MODEL]
+    place = declared.partition(";")[0]
+    yield (
+        f"## Code\nThe model is the owner's own code, which is not part of this release: {safe_markdown(place)}. Ask "
+        f"the owner for it, read it, and name it:\n```\ndpvision predict . IMAGES --model {_plain(name)}\n```\n"
+        "It is executed only if its hash is the same."
+    )
+
+
+def _plain(name: str) -> str:
+    """A name inside a block of code, which it cannot leave."""
+    return printable(name).replace("`", "'")
 
 
 def _metrics_text(certificate: Certificate, measured: Mapping[str, float], where: str) -> str:

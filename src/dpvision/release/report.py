@@ -25,15 +25,17 @@ from dpvision.errors import DataError, printable
 from dpvision.release.build import proved_profile
 from dpvision.release.run_facts import (
     FinalMetrics,
-    Overlaps,
+    Metrics,
     RunFacts,
     checked_certificate,
     checked_metrics,
     images_are_public,
     read_run,
     reasons_against_release,
+    tests_on_held_out_images,
 )
 from dpvision.release.schema import Certificate
+from dpvision.scoring import Comparison, wilson
 from dpvision.storage.files import disk_errors, write_atomically
 from dpvision.storage.run_folder import REPORT, RunFolder
 
@@ -86,7 +88,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shown = (bound_percent, epsilon_text, flat, number, percent, power, sentence)
+    shown = (between, bound_percent, epsilon_text, flat, number, percent, power, sentence)
     made.filters |= {function.__name__: function for function in shown}
     return made
 
@@ -125,6 +127,13 @@ def render(run: RunFacts) -> str:
             overlap_bars=_overlap_bars(run.final),
             examples=_examples(run),
             images_are_public=images_are_public(certificate),
+            held_out=tests_on_held_out_images(certificate),
+            comparison=run.final.comparison if run.final else None,
+            verdict=chance_verdict(run.final),
+            ranks=ranking_note(run.final),
+            fall=fall_text(run.metrics, run.score_name) if run.metrics else None,
+            baseline=run.metrics.baseline if run.metrics else None,
+            reliability_chart=_reliability_chart(run.final),
         )
     )
 
@@ -185,32 +194,36 @@ def _score_chart(run: RunFacts, *, private: bool) -> Markup | None:
         x_title="Epsilon spent" if private else "Steps",
         score_name=run.score_name,
         final_label=percent(points[-1][1], of=final.images if final else None),
-        baseline=final.overlaps.baseline_dice if final and final.overlaps else None,
+        baseline=final.comparison.chance if final and final.comparison else None,
+        baseline_name="constant mask" if run.score_name == "Dice" else "one class for all",
     )
+
+
+def _reliability_chart(final: FinalMetrics | None) -> Markup | None:
+    """The reliability diagram; None where no bin has enough images."""
+    if final is None or not final.reliability:
+        return None
+    from dpvision.release.charts import reliability_chart
+
+    return reliability_chart([(each.confidence, each.accuracy, each.interval) for each in final.reliability])
 
 
 def _class_bars(final: FinalMetrics | None) -> dict[str, Any] | None:
     """The accuracy of each class, worst first, with 95 % intervals."""
-    if final is None or final.accuracy is None:
+    if final is None or final.accuracy is None or not final.class_shares:
         return None
-    shares = {name: share for name, share in final.per_class.items() if share is not None}
-    if not shares:
-        return None
-    bars = _bars(shares, mean=final.accuracy, what="classes", counts=final.per_class_count)
-    return {**bars, "unmeasured": sorted(final.per_class.keys() - shares.keys())}
+    bars = _bars(final.class_shares, mean=final.accuracy, what="classes", counts=final.per_class_count)
+    return {**bars, "unmeasured": sorted(final.per_class.keys() - final.class_shares.keys())}
 
 
 def _overlap_bars(final: FinalMetrics | None) -> list[dict[str, Any]]:
     """The Dice of each class, where there are several, and of each patient, worst first."""
-    found = None if final is None else final.overlaps
-    if found is None:
-        return []
-    bars, classes = [], {name: each.dice for name, each in found.per_class.items()}
-    if len(classes) > 1:
-        bars.append({"title": "class", **_bars(classes, mean=found.dice, what="classes")})
-    if found.per_patient and found.dice_per_patient is not None:
-        patients = _bars(found.per_patient, mean=found.dice_per_patient, what="patients")
-        bars.append({"title": "patient", **patients, "baseline": found.baseline_dice_per_patient})
+    bars: list[dict[str, Any]] = []
+    if final is not None and final.dice is not None and len(final.class_shares) > 1:
+        bars.append({"title": "class", **_bars(final.class_shares, mean=final.dice, what="classes")})
+    if final is not None and final.per_patient and final.dice_per_patient is not None:
+        patients = _bars(final.per_patient, mean=final.dice_per_patient, what="patients")
+        bars.append({"title": "patient", **patients, "baseline": final.baseline_dice_per_patient})
     return bars
 
 
@@ -221,7 +234,7 @@ def _bars(shares: Mapping[str, float], *, mean: float, what: str, counts: Mappin
     bars = []
     for name in ordered:
         count = (counts or {}).get(name)
-        interval = wilson(shares[name], count) if count else None
+        interval = wilson(shares[name] * count, count) if count else None
         is_worst = shares[name] == worst < best
         bars.append({"name": name, "share": shares[name], "count": count, "interval": interval, "worst": is_worst})
     folds = len(bars) > _ALL_BARS_UP_TO
@@ -234,7 +247,7 @@ def _bars(shares: Mapping[str, float], *, mean: float, what: str, counts: Mappin
         "mean": mean,
         "baseline": None,
         "what": what,
-        "name_width": min(max(len(name) for name in shares), _WIDEST_NAME) + 1,
+        "name_width": math.ceil(1.3 * min(max(len(name) for name in shares), _WIDEST_NAME)) + 1,  # capitals are wide
     }
 
 
@@ -268,10 +281,84 @@ def summary_lines(certificate: Mapping[str, Any], metrics: Mapping[str, Any] | N
         Lines without control characters. The reasons against release come last.
     """
     facts = checked_certificate(certificate)
-    final = checked_metrics(metrics).final if metrics is not None else None
-    warning = [f"NOT FOR RELEASE: {reason}" for reason in reasons_against_release(facts)]
-    lines = [*_score_lines(final), *_guarantee_lines(facts), *warning]
+    checked = checked_metrics(metrics) if metrics is not None else None
+    final = checked.final if checked else None
+    reasons = reasons_against_release(facts)
+    warning = [f"NOT FOR RELEASE: {reason}" for reason in reasons]
+    fall = (
+        fall_text(checked, "Dice" if final is not None and final.dice is not None else "accuracy") if checked else None
+    )
+    verdicts = [
+        f"guarantee in order:  {'no' if reasons else 'yes'}",
+        f"better than chance:  {chance_verdict(final)}",
+        *([f"note: {ranking_note(final)}"] if ranking_note(final) else []),
+        *([f"note: {fall}"] if fall else []),
+    ]
+    lines = [*_score_lines(final), *_guarantee_lines(facts), *verdicts, *warning]
     return [visible(line.replace(SPACE, " ")) for line in lines]
+
+
+def chance_verdict(final: FinalMetrics | None) -> str:
+    """Yes, no or cannot tell, with the score, its interval and that of the best constant prediction."""
+    found = final.comparison if final is not None else None
+    if final is None or found is None:
+        return "cannot tell (no metrics from public data)"
+    return comparison_text(found, of=final.images if final.dice is None else None)
+
+
+def comparison_text(found: Comparison, of: int | None = None) -> str:
+    """The verdict and its numbers in one line."""
+    interval = "no interval: too few test images or patients" if found.interval is None else between(found.interval)
+    score = percent(found.score, of=of)
+    return f"{found.better} ({score}, {interval}; {found.constant}: {percent(found.chance, of=of)})"
+
+
+def ranking_note(final: FinalMetrics | None) -> str | None:
+    """A hint where the order of the scores is good although the accuracy is not clearly better than chance."""
+    if final is None or final.auc is None or final.comparison is None or final.comparison.better == "yes":
+        return None
+    interval = final.intervals.get("auc")
+    if interval is None or interval[0] <= 0.5:
+        return None
+    return (
+        f"the scores rank better than chance (AUC {final.auc:.3f}, 95 % interval {interval[0]:.3f} to "
+        f"{interval[1]:.3f}): another threshold may give better answers, see dpvision evaluate --operating-point"
+    )
+
+
+def fall_text(metrics: Metrics, score_name: str) -> str | None:
+    """Point out a curve that ends clearly below its best point; None if it does not."""
+    if metrics.fall is None:
+        return None
+    best, last = metrics.fall
+    where = f"step {best.step}" if best.epsilon is None else f"epsilon {epsilon_text(best.epsilon)}"
+    return (
+        f"{score_name} was {percent(best.score)} at {where} and ended at {percent(last.score)}: lower --learning-rate, "
+        "or train for fewer steps"
+    )
+
+
+def verdicts_of(certificate: Mapping[str, Any], metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return both verdicts for machines.
+
+    Args:
+        certificate: The content of certificate.json.
+        metrics: The content of metrics.json; None if nothing was measured.
+
+    Returns:
+        ``guarantee_in_order``; ``better_than_chance`` (yes, no or cannot tell) with ``chance``, ``interval`` and what
+        chance is; ``falling_curve`` as a sentence, or None.
+    """
+    checked = checked_metrics(metrics) if metrics is not None else None
+    final = checked.final if checked else None
+    found = final.comparison if final else None
+    nothing = {"better_than_chance": "cannot tell", "interval": None, "chance": None, "chance_is": None}
+    name = "Dice" if final is not None and final.dice is not None else "accuracy"
+    return {
+        "guarantee_in_order": not reasons_against_release(checked_certificate(certificate)),
+        **(nothing if found is None else {key: value for key, value in found.to_dict().items() if key != "score"}),
+        "falling_curve": fall_text(checked, name) if checked else None,
+    }
 
 
 def figures_of(run: Path) -> dict[str, Any]:
@@ -288,13 +375,15 @@ def figures_of(run: Path) -> dict[str, Any]:
     """
     facts = read_run(run)
     final, names = facts.final, ("epsilon", "delta", "epsilon_rdp", "privacy_unit", "adjacency", "steps_taken")
-    scores: dict[str, Any] = {"accuracy": None if final is None else final.accuracy}
-    if final is not None and final.overlaps is not None:
-        scores = {name: getattr(final.overlaps, name) for name in ("dice", "dice_per_patient", "baseline_dice")}
+    by_pixel = final is not None and final.dice is not None
+    scores = ("dice", "dice_per_patient", "baseline_dice") if by_pixel else ("accuracy",)
     return {
-        **scores,
+        **{name: getattr(final, name, None) for name in scores},
         **{name: getattr(facts.certificate, name) for name in (*names, "for_release")},
         "reasons_against_release": list(reasons_against_release(facts.certificate)),
+        **verdicts_of(
+            facts.certificate.model_dump(), facts.metrics.model_dump() if facts.metrics is not None else None
+        ),
     }
 
 
@@ -305,25 +394,19 @@ def _score_lines(final: FinalMetrics | None) -> list[str]:
     size = f", {final.images:,} images" if final.images else ""
     weights = f", {final.weights} weights" if final.weights else ""
     where = f"({final.evaluated_on}{size}{weights})"
-    if final.overlaps is not None:
-        return [f"dice      {percent(final.score)}  {where}", *_overlap_lines(final.overlaps)]
-    lines = [f"accuracy  {percent(final.score, of=final.images)}  {where}"]
-    known = {name: share for name, share in final.per_class.items() if share is not None}
-    if len(known) > 1:
-        name = min(known, key=lambda key: (known[key], key))
-        lines.append(f"worst     {percent(known[name])}  (class {name})")
-    return lines
-
-
-def _overlap_lines(found: Overlaps) -> list[str]:
-    """Dice by patient, and of the best constant mask."""
-    lines = []
-    if found.dice_per_patient is not None:
-        lines.append(f"patients  {percent(found.dice_per_patient)}  (Dice of each patient, averaged)")
-    if found.per_patient and len(found.per_patient) > 1:
-        lines.append(f"worst     {percent(min(found.per_patient.values()))}  (Dice of one patient)")
-    if found.baseline_dice is not None:
-        lines.append(f"baseline  {percent(found.baseline_dice)}  (Dice of the best constant mask)")
+    if final.dice is None:
+        lines, known = [f"accuracy  {percent(final.score, of=final.images)}  {where}"], final.class_shares
+        if len(known) > 1:
+            name = min(known, key=lambda key: (known[key], key))
+            lines.append(f"worst     {percent(known[name])}  (class {name})")
+        return lines
+    lines = [f"dice      {percent(final.score)}  {where}"]
+    if final.dice_per_patient is not None:
+        lines.append(f"patients  {percent(final.dice_per_patient)}  (Dice of each patient, averaged)")
+    if final.per_patient and len(final.per_patient) > 1:
+        lines.append(f"worst     {percent(min(final.per_patient.values()))}  (Dice of one patient)")
+    if final.baseline_dice is not None:
+        lines.append(f"baseline  {percent(final.baseline_dice)}  (Dice of the best constant mask)")
     return lines
 
 
@@ -359,6 +442,11 @@ def percent(share: float, of: int | None = None) -> str:
     return f"{100 * share:.{2 if of is not None and of >= 1000 else 1}f}{SPACE}%"
 
 
+def between(interval: tuple[float, float]) -> str:
+    """A 95 % interval of a share, in percent."""
+    return f"95{SPACE}% interval {100 * interval[0]:.1f} to {100 * interval[1]:.1f}{SPACE}%"
+
+
 def bound_percent(share: float) -> str:
     """An upper bound on a share as a percentage, rounded up: two decimals below 1 %, else one."""
     if share >= NO_BOUND:
@@ -366,20 +454,14 @@ def bound_percent(share: float) -> str:
     return f"{_rounded_up(100 * share, 2 if share < 0.01 else 1)}{SPACE}%"
 
 
-def power_of_ten(value: float) -> tuple[str, int]:
-    """A small number as factor and exponent of ten, rounded up: 1e-5 is ("1", -5), 3.14e-6 is ("3.2", -6)."""
+def power(value: float) -> Markup:
+    """A small number as a power of ten in HTML, rounded up: 1e-5 is 10⁻⁵, 3.14e-6 is 3.2 · 10⁻⁶."""
     exponent = math.floor(math.log10(value))
     factor = Decimal(repr(value)).scaleb(-exponent).quantize(Decimal("0.1"), ROUND_CEILING)
     if factor >= 10:
         factor, exponent = Decimal(1), exponent + 1
-    return "1" if factor == 1 else str(factor), exponent
-
-
-def power(value: float) -> Markup:
-    """A small number as a power of ten in HTML, rounded up."""
-    factor, exponent = power_of_ten(value)
     raised = Markup("10<sup>{}</sup>").format(str(exponent).replace("-", "−"))
-    return raised if factor == "1" else Markup("{} · {}").format(factor, raised)
+    return raised if factor == 1 else Markup("{} · {}").format(factor, raised)
 
 
 def number(value: object) -> str:
@@ -417,14 +499,6 @@ def flat(values: Mapping[str, Any], prefix: str = "", depth: int = 0) -> list[tu
         elif value is not None:
             rows.append((name, number(value)))
     return rows
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share that was measured on ``count`` images (Wilson's score interval)."""
-    z = 1.959964
-    centre = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _rounded_up(value: float, decimals: int) -> str:

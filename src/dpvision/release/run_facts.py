@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, final
+from typing import Annotated, Any, Self, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from dpvision.errors import ArgumentError, DataError, validation_message
 from dpvision.release.schema import Certificate, parse_certificate
-from dpvision.release.statements import NO_PRIVACY, SHOWN_IMAGES_NAMES
+from dpvision.release.statements import HELD_OUT, NO_PRIVACY, SHOWN_IMAGES_NAMES
+from dpvision.scoring import Comparison, accuracy_against_chance, compare, falls
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, CONFIG, EXAMPLES, METRICS, Example, parse_examples
 
@@ -29,25 +30,30 @@ class _Facts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-@final
-class TrainingPoint(_Facts):
-    """Scores on public test data after ``step`` training steps."""
+class _Scored(_Facts):
+    """Scores on public test data: Dice for segmentation, accuracy for classification."""
 
-    step: _Count
-    epsilon: float | None = Field(default=None, ge=0)
     accuracy: _Share | None = None
     dice: _Share | None = None
 
     @model_validator(mode="after")
-    def _has_a_score(self) -> TrainingPoint:
+    def _has_a_score(self) -> Self:
         if self.accuracy is None and self.dice is None:
-            raise ValueError("a point has neither accuracy nor dice")
+            raise ValueError("there is neither accuracy nor dice")
         return self
 
     @property
     def score(self) -> float:
-        """Dice for segmentation, accuracy for classification."""
+        """The headline metric."""
         return (self.accuracy or 0.0) if self.dice is None else self.dice
+
+
+@final
+class TrainingPoint(_Scored):
+    """Scores after ``step`` training steps."""
+
+    step: _Count
+    epsilon: float | None = Field(default=None, ge=0)
 
 
 @final
@@ -57,55 +63,133 @@ class ClassOverlap(_Facts):
     dice: _Share
 
 
-@final
-class Overlaps(_Facts):
-    """The released model on public images with masks."""
+_Interval = tuple[_Share, _Share]
 
-    dice: _Share
+
+@final
+class ClassScores(_Facts):
+    """One class against the rest."""
+
+    auc: _Share
+    auc_interval: _Interval | None = None
+    average_precision: _Share
+    average_precision_interval: _Interval | None = None
+    sensitivity: _Share | None = None
+    sensitivity_interval: _Interval | None = None
+    specificity: _Share | None = None
+    specificity_interval: _Interval | None = None
+    prevalence: _Share
+
+
+@final
+class OperatingScores(_Facts):
+    """Sensitivity and specificity at a threshold that was fitted on another part of the test data."""
+
+    rule: str
+    positive: str
+    threshold: float
+    log_odds: float | None = None
+    sensitivity: _Share | None = None
+    sensitivity_interval: _Interval | None = None
+    specificity: _Share | None = None
+    specificity_interval: _Interval | None = None
+    fitted_on: _Count
+    reported_on: _Count
+
+
+@final
+class TemperatureSide(_Facts):
+    """Loss, and mean confidence minus accuracy, with or without the temperature."""
+
+    loss: float
+    overconfidence: Annotated[float, Field(ge=-1, le=1)]
+
+
+@final
+class Temperature(_Facts):
+    """A temperature that was fitted on another part of the test data than the one it is reported on."""
+
+    value: Annotated[float, Field(gt=0)]
+    before: TemperatureSide
+    after: TemperatureSide
+    fitted_on: _Count
+    reported_on: _Count
+
+
+@final
+class ReliabilityBin(_Facts):
+    """Confidence and accuracy of the images in one bin of confidence."""
+
+    confidence: _Share
+    accuracy: _Share
+    interval: _Interval
+    count: _Count
+
+
+@final
+class Baseline(_Facts):
+    """The non-private baseline: its accuracy (or Dice) on the same test data, and what it is, in words."""
+
+    accuracy: _Share | None = None
+    dice: _Share | None = None
+    what: str
+
+    @property
+    def score(self) -> float | None:
+        """Accuracy or Dice."""
+        return self.accuracy if self.dice is None else self.dice
+
+
+@final
+class FinalMetrics(_Scored):
+    """The released model on public data."""
+
     iou: _Share | None = None
     dice_per_patient: _Share | None = None
     iou_per_patient: _Share | None = None
     pixel_accuracy: _Share | None = None
     baseline_dice: _Share | None = None
     baseline_dice_per_patient: _Share | None = None
-    per_class: dict[str, ClassOverlap] = {}
-    per_patient: dict[str, _Share] | None = None
-
-
-@final
-class FinalMetrics(_Facts):
-    """The released model on public data. Segmentation has ``overlaps`` instead of accuracies."""
-
-    task: Literal["classification", "segmentation"] = "classification"
-    accuracy: _Share | None = None
-    overlaps: Overlaps | None = None
     top5: _Share | None = None
     loss: float | None = None
     calibration: _Share | None = None
-    per_class: dict[str, _Share | None] = {}
+    per_class: dict[str, _Share | ClassOverlap | None] = {}
     per_class_count: dict[str, _Count] = {}
+    per_patient: dict[str, _Share] | None = None
     count: _Count | None = None
     evaluated_on: str = "a public test set"
     weights: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _nest_overlaps(cls, values: Any) -> Any:
-        """Put the metrics of segmentation, whose ``per_class`` has another layout, into ``overlaps``."""
-        if not isinstance(values, dict) or values.get("task") != "segmentation":
-            return values
-        return {**{key: value for key, value in values.items() if key != "per_class"}, "overlaps": values}
-
-    @model_validator(mode="after")
-    def _has_a_score(self) -> FinalMetrics:
-        if (self.accuracy if self.task == "classification" else self.overlaps) is None:
-            raise ValueError(f"the metrics of {self.task} are missing")
-        return self
+    balanced_accuracy: _Share | None = None
+    auc: _Share | None = None
+    average_precision: _Share | None = None
+    intervals: dict[str, _Interval | None] = {}
+    chance: dict[str, float | str] = {}
+    classes: dict[str, ClassScores | None] = {}
+    confusion: tuple[tuple[_Count | None, ...], ...] = ()
+    reliability: tuple[ReliabilityBin, ...] = ()
+    temperature: Temperature | None = None
+    operating_point: OperatingScores | None = None
 
     @property
-    def score(self) -> float:
-        """The headline metric: Dice for segmentation, accuracy for classification."""
-        return (self.accuracy or 0.0) if self.overlaps is None else self.overlaps.dice
+    def comparison(self) -> Comparison | None:
+        """Whether the score is better than the best constant prediction; None if that is not known."""
+        if self.dice is not None:
+            if self.baseline_dice is None:
+                return None
+            return compare(self.dice, self.intervals.get("dice"), self.baseline_dice, "the best constant mask")
+        interval = self.intervals.get("accuracy")
+        if "accuracy" in self.intervals and interval is None and self.accuracy is not None and self.per_class_count:
+            # Too few patients for an interval: the images of one patient are not independent.
+            name = max(self.per_class_count, key=lambda key: self.per_class_count[key])
+            share = self.per_class_count[name] / max(1, sum(self.per_class_count.values()))
+            return compare(self.accuracy, None, share, f"always {name}")
+        return accuracy_against_chance(self.score, self.per_class_count, interval)
+
+    @property
+    def class_shares(self) -> dict[str, float]:
+        """Accuracy or Dice of each class that was measured."""
+        known = {name: each.dice if isinstance(each, ClassOverlap) else each for name, each in self.per_class.items()}
+        return {name: share for name, share in known.items() if share is not None}
 
     @property
     def images(self) -> int | None:
@@ -120,6 +204,13 @@ class Metrics(_Facts):
     curve: tuple[TrainingPoint, ...] = ()
     final: FinalMetrics | None = None
     train_seconds: float | None = Field(default=None, ge=0)
+    baseline: Baseline | None = None
+
+    @property
+    def fall(self) -> tuple[TrainingPoint, TrainingPoint] | None:
+        """The best and the last point of a curve that falls clearly; None if it does not."""
+        best = falls([point.score for point in self.curve], self.final.images if self.final else None)
+        return None if best is None else (self.curve[best], self.curve[-1])
 
     @field_validator("final", mode="before")
     @classmethod
@@ -143,7 +234,7 @@ class RunFacts:
     def score_name(self) -> str:
         """The name of the headline metric."""
         by_pixel = (self.config or {}).get("task") == "segmentation"
-        return "Dice" if by_pixel or (self.final is not None and self.final.overlaps is not None) else "accuracy"
+        return "Dice" if by_pixel or (self.final is not None and self.final.dice is not None) else "accuracy"
 
     @property
     def final(self) -> FinalMetrics | None:
@@ -187,6 +278,11 @@ def read_run(run: Path) -> RunFacts:
 def images_are_public(certificate: Certificate) -> bool:
     """Whether test images themselves may be shown, not only metrics that were measured on them."""
     return any(entry.what in SHOWN_IMAGES_NAMES for entry in certificate.declared)
+
+
+def tests_on_held_out_images(certificate: Certificate) -> bool:
+    """Whether the test images are of the same source as the training images: no epsilon covers them."""
+    return any(entry.how.startswith(HELD_OUT.partition(":")[0]) for entry in certificate.declared)
 
 
 def checked_certificate(values: Mapping[str, Any]) -> Certificate:

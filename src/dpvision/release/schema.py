@@ -1,20 +1,23 @@
 """The layout of certificate.json.
 
 ``format`` says with which sentences a certificate was written (statements.py has them all): 2 is the first published
-format, 3 has plain words. The fields are the same, and both formats can be verified. New certificates have ``FORMAT``.
+format, 3 has plain words, 4 belongs to ledgers that commit to the released files. The fields are the same, and all
+formats can be verified. New certificates have ``FORMAT``, but one for a ledger of format 1 has ``format_for``'s.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dpvision.errors import ArgumentError, validation_message
+from dpvision.privacy.ledger import COMMITTING_FORMAT
 from dpvision.privacy.mechanism import Adjacency
 
-Format = Literal[2, 3]
-FORMAT: Format = 3
+Format = Literal[2, 3, 4]
+FORMAT: Format = 4
 _Digest = Field(pattern="^[0-9a-f]{64}$")
 
 
@@ -122,6 +125,11 @@ class Certificate(_Part):
     data: dict[str, Any]
     software: dict[str, Any]
     attachments: list[Attachment]
+
+
+def format_for(header: Mapping[str, Any]) -> Format:
+    """Return the format of a new certificate for a ledger with this header: 3 if the ledger commits to no files."""
+    return FORMAT if header["format"] >= COMMITTING_FORMAT else 3
 
 
 def parse_certificate(values: object) -> Certificate:

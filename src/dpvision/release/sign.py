@@ -60,6 +60,8 @@ def make_keys(path: Path, *, password: bytes | None = None) -> tuple[Path, str]:
         ArgumentError: One of the files exists already (nothing is overwritten), the folder does not exist, or the
             password is empty.
     """
+    if not path.name:
+        raise ArgumentError(f"the key needs the name of a file, got {path}.")
     public_path = path.with_name(f"{path.name}.pub")
     for taken in (path, public_path):
         if taken.exists() or taken.is_symlink():

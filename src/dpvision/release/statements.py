@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
+from dpvision.own_code import GIVEN_IN_PYTHON, hash_text, is_own
 from dpvision.privacy.ledger import TRAINING, Entry, charges_of
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.release.schema import FORMAT, Declared, Format
@@ -28,6 +29,7 @@ COUNTED_UNITS, PIXEL_STATISTICS = "number of units", "normalisation statistics"
 NOT_FOR_RELEASE = "not for release"  # becomes a stamp of the certificate
 TRAINING_DATA = "training data"
 TEST_SPLIT = "test split"
+OWN_MODEL, OWN_LOSS = "own model", "own loss"
 SHOWN_IMAGES_NAMES = ("test images in the release", "test pictures in the release")
 HISTORY_NAMES = ("history of the initial weights", "history of the first weights")
 SHOWN_IMAGES, HISTORY = SHOWN_IMAGES_NAMES[0], HISTORY_NAMES[0]
@@ -178,7 +180,15 @@ _FORMAT_3 = Wording(
     no_guarantee="There is no guarantee: parts of the training data may be recovered from such a model.",
     accused="non-members wrongly accused",
 )
-WORDING: Mapping[Format, Wording] = {2: _FORMAT_2, 3: _FORMAT_3}
+_FORMAT_4 = replace(
+    _FORMAT_3,
+    uncovered=(
+        *_FORMAT_3.uncovered,
+        "Refusals and error messages about input files: whoever starts the run sees them before anything is spent; "
+        "they are not part of the release.",
+    ),
+)
+WORDING: Mapping[Format, Wording] = {2: _FORMAT_2, 3: _FORMAT_3, 4: _FORMAT_4}
 HAND_SEEDED = WORDING[FORMAT].hand_seeded
 HAND_SEEDED_STAMPS = frozenset(words.hand_seeded for words in WORDING.values())
 
@@ -283,6 +293,38 @@ def deployment_of(header: Mapping[str, Any], *, version: Format = FORMAT) -> dic
     if header.get("hand_seeded"):
         answers["noise_source"] = "a hand-seeded key"
     return {question: answer.replace("{unit}", header["privacy_unit"]) for question, answer in answers.items()}
+
+
+def own_code_declarations(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return pairs of (what, how) that name the user's own model and loss: file, function and SHA-256 of the source.
+
+    Args:
+        config: The content of the released config.json.
+
+    Returns:
+        None to two pairs.
+    """
+    model = config.get("model")
+    chosen: Mapping[str, Any] = model if isinstance(model, dict) else {}
+    weights = "; the initial weights that it makes are declared public, and this run's epsilon protects no data in them"
+    named = (
+        (OWN_MODEL, chosen.get("name"), chosen.get("sha256"), weights),
+        (OWN_LOSS, config.get("loss"), config.get("loss_sha256"), ""),
+    )
+    found = []
+    for what, name, sha256, more in named:
+        if isinstance(name, str) and is_own(name):
+            file, _, function = name.rpartition(":")
+            place = f"{function}, given in Python" if file == GIVEN_IN_PYTHON else f"{function} in {file}"
+            found.append((what, f"{place}, {hash_text(sha256)}{more}"))
+    return found
+
+
+def is_noted_own_code(named: Sequence[tuple[str, str]], ledger: Iterable[Entry]) -> bool:
+    """Return whether the ledger declares this own code; several models or losses after forks to other code."""
+    notes = [(e.payload["what"], e.payload["how"]) for e in ledger if e.kind == "declare"]
+    own = [note for note in notes if note[0] in (OWN_MODEL, OWN_LOSS)]
+    return set(named) <= set(own) and {what for what, _ in named} == {what for what, _ in own}
 
 
 def history_digest(transfer: object) -> str | None:

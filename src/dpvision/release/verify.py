@@ -17,12 +17,21 @@ from typing import Any, TypeVar, final
 
 from dpvision.accounting import guarantee
 from dpvision.errors import ArgumentError, DPVisionError, TamperError, brief
-from dpvision.privacy.ledger import TRAINING, Entry, charges_of, read_ledger, require_mark
+from dpvision.privacy.ledger import (
+    COMMITTING_FORMAT,
+    TRAINING,
+    Entry,
+    charges_of,
+    committed_release,
+    read_ledger,
+    release_payload,
+    require_mark,
+)
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.release.build import Bounds, ReleaseFacts, bounds_of, build_certificate, steps_taken
 from dpvision.release.certificate_page import known_certificate_pages
 from dpvision.release.model_card import model_card
-from dpvision.release.schema import Certificate, parse_certificate
+from dpvision.release.schema import Certificate, format_for, parse_certificate
 from dpvision.release.sign import Signature, checked_signature, fingerprint
 from dpvision.release.statements import (
     COUNTED_UNITS,
@@ -30,7 +39,9 @@ from dpvision.release.statements import (
     PIXEL_STATISTICS,
     data_names,
     history_digest,
+    is_noted_own_code,
     noted_history,
+    own_code_declarations,
 )
 from dpvision.storage.checkpoint import inspect_checkpoints
 from dpvision.storage.files import disk_errors, file_sha256, json_bytes, parse_object, read_file
@@ -45,6 +56,7 @@ from dpvision.storage.run_folder import (
     SIGNATURE,
     WEIGHTS,
     RunFolder,
+    empty_folders,
     release_files,
 )
 
@@ -59,6 +71,16 @@ MOST_POINTS = 50
 # Facts of a ledger's header that are not settings: its own format, and what the run drew.
 _NOT_SETTINGS = frozenset({"format", "run_id", "hand_seeded"})
 _DATA_LAYOUT = {"source": str, "class_names": list, "image_shape": list, "num_units": int}
+# What a release entry of the ledger commits to, by field, in words.
+_COMMITTED = {
+    "weights_sha256": "weights",
+    "config_sha256": "settings (model, pixel constants)",
+    "data_sha256": "facts about the data (class names, image shape)",
+}
+NO_COMMITMENT = (
+    "The ledger has format 1, which does not commit to the released files: weights, class names or image shape that "
+    "were replaced together with certificate, manifest and pages would not be noticed."
+)
 _BOUNDS = frozenset({"epsilon", "epsilon_rdp", "mu", "true_positive_rate"})
 _Entries = tuple[Entry, ...]
 _T = TypeVar("_T")
@@ -71,7 +93,8 @@ class Verification:
 
     ``epsilon`` is recomputed from the ledger alone; ``claimed_epsilon`` is the certificate's. ``signed_by`` is the
     fingerprint of the key of a valid signature. Anyone can sign with a key of their own, so it means little unless
-    ``signer_is_known``: the key is the one that was asked for.
+    ``signer_is_known``: the key is the one that was asked for. ``limits`` says what a release of an old format does not
+    let anyone check.
     """
 
     path: str
@@ -87,6 +110,7 @@ class Verification:
     stamps: tuple[str, ...] = ()
     signed_by: str | None = None
     signer_is_known: bool = False
+    limits: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -95,7 +119,8 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {"ok": self.ok, **asdict(self), "problems": list(self.problems), "stamps": list(self.stamps)}
+        lists = {name: list(getattr(self, name)) for name in ("problems", "stamps", "limits")}
+        return {"ok": self.ok, **asdict(self), **lists}
 
 
 @final
@@ -166,6 +191,7 @@ def examine(path: Path, *, key: bytes | None = None) -> Examined:
         if entries is not None and certificate is not None:
             before = len(findings.problems)
             _check_certificate(certificate, entries, findings)
+            _check_commitment(certificate, entries, findings)
             if len(findings.problems) == before:  # the pages of a false certificate do not matter
                 _check_pages(place, certificate, findings)
             _check_metrics(place, certificate, entries, findings)
@@ -182,6 +208,7 @@ def examine(path: Path, *, key: bytes | None = None) -> Examined:
         claimed_epsilon=None if certificate is None else certificate.epsilon,
         for_release=certificate is not None and certificate.for_release and not findings.problems,
         stamps=() if certificate is None else tuple(certificate.stamps),
+        limits=() if header.get("format", COMMITTING_FORMAT) >= COMMITTING_FORMAT else (NO_COMMITMENT,),
     )
     if signature is not None:
         found = replace(found, signed_by=signature.fingerprint, signer_is_known=signature.public_key == key)
@@ -301,6 +328,8 @@ def _check_manifest(release: Path, findings: Findings) -> bytes | None:
     present = set(release_files(release))
     for name in sorted(present - hashes.keys()):
         findings.require(False, f"{release / name} is not in the manifest: it was added later.")
+    for folder in empty_folders(release):
+        findings.require(False, f"{release / folder} is an empty folder: it was added later.")
     for name in sorted(hashes.keys() - present):
         findings.require(False, f"{name} is in the manifest, but not in {release}: it was deleted or renamed.")
     for name in sorted(present & hashes.keys()):
@@ -376,6 +405,32 @@ def _check_private(
 
 
 # The certificate
+
+
+def _check_commitment(certificate: Certificate, entries: _Entries, findings: Findings) -> None:
+    """Compare the hashes of the certificate with those to which the ledger's last entry commits.
+
+    The ledger's format decides, not the certificate's: a certificate rewritten in an older format escapes nothing.
+    """
+    header = entries[0].payload
+    newest = format_for(header)
+    if header["format"] < COMMITTING_FORMAT:
+        findings.require(
+            certificate.format <= newest, f"certificate: format {certificate.format} needs a newer ledger."
+        )
+        return
+    same = certificate.format == newest
+    findings.require(same, f"certificate: its format is {certificate.format}, that of the ledger asks for {newest}.")
+    committed = committed_release(entries)
+    if committed is None:
+        findings.require(False, "the ledger's last entry commits to no release: entries were removed or added.")
+        return
+    claimed = release_payload(
+        weights_sha256=certificate.weights_sha256, config_sha256=certificate.config_sha256, data=certificate.data
+    )
+    for name, what in _COMMITTED.items():
+        same = claimed[name] == committed[name]
+        findings.require(same, f"certificate: the ledger commits to other {what}: they were replaced.")
 
 
 def _check_certificate(certificate: Certificate, entries: _Entries, findings: Findings) -> None:
@@ -483,6 +538,8 @@ def _check_config(place: _Place, entries: _Entries, findings: Findings) -> None:
     with findings.noted():
         same = history_digest(config.get("transfer")) == noted_history(entries)
         findings.require(same, f"{path} gives another history of the initial weights than the ledger.")
+        same = is_noted_own_code(own_code_declarations(config), entries)
+        findings.require(same, f"{path} names another model or loss of the user's own than the ledger.")
 
 
 def _compare_header(privacy: dict[str, Any], data: dict[str, Any], header: dict[str, Any], findings: Findings) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from dpvision.errors import ArgumentError, DataError, DPVisionError, TamperError
+from dpvision.errors import ArgumentError, DataError, DPVisionError, TamperError, brief
 
 _REMEDIES = {
     errno.ENOSPC: "Free some space and try again.",
@@ -196,7 +196,7 @@ def tensors_of(content: bytes, *, name: str) -> dict[str, Tensor]:
     try:
         return load(content)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise TamperError(f"{name} is not a safetensors file: {error}.") from error
+        raise TamperError(f"{name} is not a safetensors file: {brief(error)}.") from error
 
 
 def safetensors_metadata(path: Path) -> dict[str, Any]:

@@ -20,8 +20,15 @@ from typing import TYPE_CHECKING, Any, Literal, final, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from dpvision.errors import ArgumentError, DPVisionError, PrivacyError, TamperError
-from dpvision.privacy.ledger import Ledger, read_ledger
+from dpvision.errors import ArgumentError, DPVisionError, PrivacyError, TamperError, brief
+from dpvision.privacy.ledger import (
+    COMMITTING_FORMAT,
+    Entry,
+    Ledger,
+    committed_release,
+    read_ledger,
+    release_payload,
+)
 from dpvision.privacy.randomness import Keys
 from dpvision.storage.checkpoint import Checkpoint, inspect_checkpoints, latest_checkpoint, save_checkpoint
 from dpvision.storage.files import (
@@ -97,7 +104,7 @@ def parse_examples(content: bytes, *, name: str) -> tuple[Example, ...]:
         parts = zip(words, images, truth, predicted, strict=True)
         return tuple(_example(each, *pixels) for each, *pixels in parts)
     except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise TamperError(f"{name} is not what dpvision writes: {error}.") from error
+        raise TamperError(f"{name} is not what dpvision writes: {brief(error)}.") from error
 
 
 def _example(words: dict[str, Any], image: Pixels, truth: Pixels, predicted: Pixels) -> Example:
@@ -152,6 +159,7 @@ class RunFolder:
         self.ledger_path = self.release / LEDGER
         self.key_path = self.private / "key.json"
         self._withdrawn = self.private / "withdrawn-certificate.json"
+        self._released = self.private / "released-ledger.json"
         self._unlock: weakref.finalize[[int], RunFolder] | None = None
 
     @staticmethod
@@ -260,10 +268,10 @@ class RunFolder:
         return Ledger.open(self.ledger_path, at_least=longest, before_growth=self.withdraw_release)
 
     def known_marks(self) -> dict[str, tuple[int, str]]:
-        """(length, head) of the ledger in each whole checkpoint and each certificate, by file name."""
+        """(length, head) of the ledger in each whole checkpoint, each certificate and the last release, by file."""
         files = inspect_checkpoints(self.checkpoints)
         marks = {file.path.name: file.ledger for file in files if file.problem is None}
-        for path in (self.release / CERTIFICATE, self._withdrawn):
+        for path in (self.release / CERTIFICATE, self._withdrawn, self._released):
             if path.exists() or path.is_symlink():
                 mark = ledger_mark(parse_object(read_file(path), name=str(path)).get("ledger"))
                 if mark is None:
@@ -329,6 +337,8 @@ class RunFolder:
         text = self.read_config() if config is None else config
         self._require_true(certificate, weights=weights, config=text.encode())
         self.withdraw_release()
+        # Someone who rewrites the ledger's last entry, the certificate and the manifest does not have this mark.
+        self._write(self._released, json_bytes({"ledger": certificate["ledger"]}), mode=0o600)
         self.write_config(text)
         self._write(self.release / WEIGHTS, weights)
         self._write(self.release / METRICS, json_bytes(metrics))
@@ -340,17 +350,25 @@ class RunFolder:
         hashes = {name: file_sha256(self.release / name) for name in own}
         self._write(self.release / MANIFEST, json_bytes(hashes))
 
-    def _require_of_ledger(self, certificate: Mapping[str, Any]) -> None:
-        """Require a certificate that was made from the ledger as it is on disk."""
+    def _require_of_ledger(self, certificate: Mapping[str, Any]) -> tuple[Entry, ...]:
+        """Require a certificate that was made from the ledger as it is on disk, and return the ledger's entries."""
         entries = read_ledger(self.ledger_path)
         if certificate["ledger"] != {"length": len(entries), "head": entries[-1].hash}:
             raise PrivacyError("the certificate was not made from the ledger as it is on disk. Build it again.")
+        return entries
 
     def _require_true(self, certificate: Mapping[str, Any], *, weights: bytes, config: bytes) -> None:
-        """Require a certificate of this ledger, these weights and this configuration."""
-        self._require_of_ledger(certificate)
+        """Require a certificate of this ledger, these weights and this configuration, to which the ledger commits."""
+        entries = self._require_of_ledger(certificate)
         if certificate["weights_sha256"] != sha256_hex(weights) or certificate["config_sha256"] != sha256_hex(config):
             raise PrivacyError("the certificate was made for other weights or another configuration. Build it again.")
+        names = ("weights_sha256", "config_sha256", "data")
+        released = release_payload(**{name: certificate[name] for name in names})
+        if entries[0].payload["format"] >= COMMITTING_FORMAT and committed_release(entries) != released:
+            raise PrivacyError(
+                "the ledger does not commit to these weights, this configuration and this description of the data. "
+                "Call Ledger.commit_release, then build the certificate."
+            )
 
     def withdraw_release(self) -> None:
         """Remove the certificate, the manifest and everything that refers to them from ``release/``; keep their marks.
@@ -460,6 +478,12 @@ def release_files(release: Path) -> list[str]:
     files = (path for path in release.rglob("*") if path.is_symlink() or not path.is_dir())
     names = (path.relative_to(release).as_posix() for path in files)
     return sorted(name for name in names if name not in {MANIFEST, SIGNATURE})
+
+
+def empty_folders(release: Path) -> list[str]:
+    """List every empty folder below ``release/``, by relative name; a run writes none."""
+    folders = (path for path in release.rglob("*") if path.is_dir() and not path.is_symlink())
+    return sorted(path.relative_to(release).as_posix() for path in folders if not any(path.iterdir()))
 
 
 def _locked(path: Path, root: Path) -> int:

@@ -12,7 +12,7 @@ from dpvision.accounting import mechanism_guarantee
 from dpvision.config import RunConfig, ViewsConfig
 from dpvision.data.splits import RunSplits, may_show_images
 from dpvision.privacy.ledger import Ledger
-from dpvision.release.statements import HELD_OUT, SHOWN_IMAGES, TEST_SPLIT
+from dpvision.release.statements import HELD_OUT, SHOWN_IMAGES, TEST_SPLIT, own_code_declarations
 from dpvision.training.lineage import note_lineage, transfer_declarations
 from dpvision.training.prepare import extra_charges
 from dpvision.training.pretrained import KNOWN_WEIGHTS
@@ -44,6 +44,7 @@ def declarations(config: RunConfig, pictures: RunSplits) -> list[tuple[str, str]
         found.append(("learning-rate schedule", "follows the loss on the test split, which is declared public"))
     if config.views != ViewsConfig():
         found.append(("augmented views", views_text(config)))
+    found += own_code_declarations(config.public().model_dump(mode="json"))
     return [*found, *transfer_declarations(config, planned_epsilon=planned_epsilon(config))]
 
 

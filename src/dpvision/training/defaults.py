@@ -16,6 +16,7 @@ from dpvision.accounting import propose_delta
 from dpvision.config import AveragingSettings, ModelConfig, OptimizerSettings, RunConfig
 from dpvision.errors import ArgumentError
 from dpvision.models import catalogue, entry
+from dpvision.own_code import is_own
 
 SMALL_DATA = 20_000
 SMALL_MODELS = frozenset({"shoefit_cnn", "linear", "scatter_linear"})
@@ -96,7 +97,8 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
     optimizer = config.optimizer or propose_optimizer(model.name)
     if config.optimizer is None:
         text = f"{optimizer.name}, learning rate {optimizer.learning_rate:g}"
-        choices.append(Choice("optimizer", text, "tuned for this family on public data"))
+        reason = "usual; not tuned for your model" if is_own(model.name) else "tuned for this family on public data"
+        choices.append(Choice("optimizer", text, reason))
     if config.model is None:
         few = small or masks
         choices.insert(0, Choice("model", model.name, "few parameters suit few units" if few else "enough units"))
@@ -142,8 +144,11 @@ def propose_mask_model() -> ModelConfig:
 
 
 def require_fitting_model(model: ModelConfig, *, masks: bool) -> None:
-    """Refuse a model that does not suit the task: segmentation needs one map per class, classification one score."""
-    if (entry(model.name).family == "segmentation") != masks:
+    """Refuse a model that does not suit the task: segmentation needs one map per class, classification one score.
+
+    The outputs of an own model show it, once they are computed.
+    """
+    if not is_own(model.name) and (entry(model.name).family == "segmentation") != masks:
         fitting = [found.name for found in catalogue() if (found.family == "segmentation") == masks]
         task = "segmentation" if masks else "classification"
         raise ArgumentError(f"model must be one for {task}, got {model.name}. There are: {', '.join(fitting)}.")
@@ -151,7 +156,7 @@ def require_fitting_model(model: ModelConfig, *, masks: bool) -> None:
 
 def fit_model(model: ModelConfig, facts: Facts) -> ModelConfig:
     """Set the input size of models that need one."""
-    if "image_size" in entry(model.name).options and "image_size" not in model.options:
+    if not is_own(model.name) and "image_size" in entry(model.name).options and "image_size" not in model.options:
         return model.model_copy(update={"options": {**model.options, "image_size": facts.image_shape[1]}})
     return model
 
@@ -175,7 +180,7 @@ def propose_steps(num_units: int, batch: float, target_epsilon: float, *, passes
 
 def propose_optimizer(model: str) -> OptimizerSettings:
     """Momentum SGD for small models, NAdam for residual ones, a little faster where they are narrow."""
-    if entry(model).family == "segmentation":
+    if not is_own(model) and entry(model).family == "segmentation":
         return OptimizerSettings(name="nadam", learning_rate=2e-3)
     if model.startswith("scatter"):
         return OptimizerSettings(name="sgd", learning_rate=2.0, momentum=0.7)

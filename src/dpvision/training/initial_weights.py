@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 from dpvision.config import ModelConfig, PriorRelease, RunConfig, TransferConfig
 from dpvision.data import Normalisation, read_member
-from dpvision.data.safe_read import open_regular, require_memory
+from dpvision.data.safe_read import open_regular
 from dpvision.data.splits import RunSplits
-from dpvision.errors import ArgumentError, DataError, TamperError, brief, shown, some_of
+from dpvision.errors import ArgumentError, DataError, TamperError, brief, require_memory, shown, some_of
 from dpvision.models.initialisation import mean_var, seeded
+from dpvision.own_code import NO_CODE, RunCode
 from dpvision.privacy.randomness import Keys
 from dpvision.storage.files import disk_errors, sha256_hex
 from dpvision.training.lineage import read_earlier_run, require_outside_runs
@@ -79,13 +80,13 @@ def resolve_initial_weights(config: RunConfig) -> tuple[RunConfig, Normalisation
     return config.model_copy(update=update), found.normalisation
 
 
-def draw_weights(model: nn.Module, config: RunConfig, splits: RunSplits, keys: Keys) -> None:
+def draw_weights(model: nn.Module, config: RunConfig, splits: RunSplits, keys: Keys, code: RunCode = NO_CODE) -> None:
     """Fill the model with the run's initial weights: drawn from the key, then loaded where configured."""
-    drawn = create_model(config, splits, seed=keys.seed("init"))
+    drawn = create_model(config, splits, seed=keys.seed("init"), code=code)
     if config.transfer is not None:
         found = load_initial_weights(config, config.transfer)
         if config.transfer.initialisation == "mean_var":
-            like = create_model(config, splits, seed=0)
+            like = create_model(config, splits, seed=0, code=code)
             fit(like, found.tensors, rename=found.rename, head=True)
             with seeded(keys.seed("init", "mean_var")):
                 mean_var(drawn, like)

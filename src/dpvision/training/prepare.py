@@ -26,11 +26,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final
 
-from dpvision.accounting import Charges, calibrate_noise_multiplier, mechanism_guarantee
-from dpvision.config import OptimizerSettings, RunConfig, parse_config, required
+from dpvision.accounting import Charges, calibrate_noise_multiplier, mechanism_guarantee, propose_delta
+from dpvision.accounting.charges import SMALLEST_RATE
+from dpvision.config import ModelConfig, OptimizerSettings, RunConfig, parse_config, required
 from dpvision.data import ImageStore, dataset_names
 from dpvision.data.splits import RunSplits, load_splits
-from dpvision.errors import ArgumentError
+from dpvision.errors import ArgumentError, PrivacyError, brief
+from dpvision.own_code import Kind, RunCode, code_of, is_own, named_again, place_of
 from dpvision.privacy.mechanism import Event, rounded_up
 from dpvision.privacy.noise import standard_normals
 from dpvision.privacy.randomness import Keys
@@ -52,6 +54,9 @@ HEAD_CLIP_NORM, HEAD_RATE = 0.1, 4.0
 COUNT_NOISE = 45.0
 """Noise of the count at a target epsilon of one: it raises the noise on the gradients by about 0.3 %."""
 USUAL_TARGET = 3.0
+MOST_COUNTED = 10**8
+"""A count is cut off here, so that what follows from it has known limits. More images do not fit into memory."""
+MOST_PROPOSED_STEPS = 10_000
 
 
 @final
@@ -98,6 +103,81 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
     require_both_stages(config)
     config = parse_config((calibrate(config) if config.privacy.enabled else config).model_dump())
     return Prepared(config, splits, (*sized, *of_head, *counted, *chosen), notes(config, splits))
+
+
+def load_run_code(
+    config: RunConfig, *, model: object | None = None, loss: object | None = None
+) -> tuple[RunConfig, RunCode]:
+    """Load the model and the loss that the user wrote, from the configuration or from Python objects.
+
+    Args:
+        config: as the user wrote it; ``model.name`` and ``loss`` may be FILE.py:FUNCTION.
+        model: a model in the place of the configured one, as for ``train``.
+        loss: a loss in the place of the configured one.
+
+    Returns:
+        The configuration with file names instead of paths and with the hashes of the sources, and the code.
+
+    Raises:
+        ArgumentError: there is no such code, it can't be imported, or it is given twice.
+        PrivacyError: the configuration names another hash.
+    """
+    update: dict[str, object] = {}
+    own_model = own_loss = None
+    if model is not None and config.model is not None:
+        raise ArgumentError(f"the model is given twice: as {config.model.name} in the configuration, and beside it.")
+    if loss is not None and config.loss is not None:
+        raise ArgumentError(f"the loss is given twice: as {config.loss} in the configuration, and beside it.")
+    if config.model is not None and is_own(config.model.name):
+        model = config.model.name
+    if config.loss is not None and is_own(config.loss):
+        loss = config.loss
+    _require_file(model, "model")
+    _require_file(loss, "loss")
+    if model is not None:
+        own_model = code_of(model, kind="model", sha256=None if config.model is None else config.model.sha256)
+        update["model"] = ModelConfig(name=own_model.name, sha256=own_model.sha256)
+    if loss is not None:
+        own_loss = code_of(loss, kind="loss", sha256=config.loss_sha256)
+        update |= {"loss": own_loss.name, "loss_sha256": own_loss.sha256}
+    return config.model_copy(update=update), RunCode(own_model, own_loss)
+
+
+def _require_file(given: object, kind: Kind) -> None:
+    """Refuse own code of a module that is named otherwise than by its file: it could not be hashed."""
+    if isinstance(given, str) and not place_of(given, kind)[0].endswith(".py"):
+        raise ArgumentError(f"{kind} must be FILE.py:FUNCTION, got {brief(given)}: write a file that imports it.")
+
+
+def run_code_again(
+    config: RunConfig, *, model: object | None, loss: object | None, allow_fork: bool
+) -> tuple[RunConfig, RunCode]:
+    """Load the own code of a run that is resumed, and compare it with what the run recorded.
+
+    Args:
+        config: the run's resolved configuration.
+        model: what the user names as its model now.
+        loss: what the user names as its loss now.
+        allow_fork: accept other code: its hash enters the configuration, and with it the key.
+
+    Raises:
+        ArgumentError: own code is needed and not named, or named and not needed.
+        PrivacyError: it is not what it was, and ``allow_fork`` is not set; nothing of it was executed.
+    """
+    chosen, name = required(config.model, "model"), required(config.loss, "loss")
+    try:
+        own_model = named_again(chosen.name, chosen.sha256, model, kind="model", may_differ=allow_fork)
+        own_loss = named_again(name, config.loss_sha256, loss, kind="loss", may_differ=allow_fork)
+    except PrivacyError as error:
+        raise PrivacyError(
+            f"{error} Or resume with --fork: with other noise, and repeated steps are charged again."
+        ) from error
+    update: dict[str, object] = {}
+    if own_model is not None and own_model.sha256 != chosen.sha256:
+        update["model"] = ModelConfig(name=own_model.name, sha256=own_model.sha256)
+    if own_loss is not None and own_loss.sha256 != config.loss_sha256:
+        update |= {"loss": own_loss.name, "loss_sha256": own_loss.sha256}
+    return config.model_copy(update=update), RunCode(own_model, own_loss)
 
 
 def choose_image_size(config: RunConfig) -> tuple[RunConfig, tuple[Choice, ...]]:
@@ -192,12 +272,12 @@ def count_units(config: RunConfig, store: ImageStore, keys: Keys) -> tuple[RunCo
         )
     if not privacy.enabled or privacy.num_units is not None or config.data.source in dataset_names():
         return config, ()
-    require_plan_for_any_count(config)
     noise = privacy.count_noise_multiplier or COUNT_NOISE / (privacy.target_epsilon or USUAL_TARGET)
+    require_plan_for_any_count(_updated(config, "privacy", {"count_noise_multiplier": noise}))
     (normal,) = standard_normals(keys.derive("statistics", COUNTED_UNITS), 1)
     noisy = max(1, two_digits(max(1, round(store.num_units + noise * float(normal)))))
     # A rate above one would be refused: whether it is must not depend on the data either.
-    noisy = max(noisy, math.ceil(privacy.expected_batch_size or 1))
+    noisy = max(min(noisy, MOST_COUNTED), math.ceil(privacy.expected_batch_size or 1))
     reason = f"counted with noise of about {noise:.0f}, which is charged; declare it to choose it"
     counted = {"num_units": noisy, "count_noise_multiplier": noise}
     return _updated(config, "privacy", counted), (Choice("num_units", str(noisy), reason),)
@@ -219,6 +299,23 @@ def require_plan_for_any_count(config: RunConfig) -> None:
             "head_steps needs steps where units are counted: how many are proposed depends on the count. Give steps, "
             "or declare num_units."
         )
+    batch = privacy.expected_batch_size or 1.0
+    if not SMALLEST_RATE * MOST_COUNTED <= batch <= MOST_COUNTED:
+        raise ArgumentError(
+            f"expected_batch_size must lie between {SMALLEST_RATE * MOST_COUNTED:g} and {MOST_COUNTED} where units are "
+            f"counted, got {batch:g}. Change it, or declare num_units."
+        )
+    # Every unit in every step, the most steps and the smallest delta: the most that any count could ask for.
+    whole = math.ceil(batch)
+    worst: dict[str, object] = {
+        "num_units": whole,
+        "expected_batch_size": float(whole),
+        "steps": privacy.steps or MOST_PROPOSED_STEPS,
+        "delta": privacy.delta or propose_delta(MOST_COUNTED),
+        "clip_norm": privacy.clip_norm or 1.0,
+        "privacy_unit": privacy.privacy_unit or "example",
+    }
+    calibrate(_updated(config, "privacy", worst))
 
 
 def require_both_stages(config: RunConfig) -> None:
@@ -247,6 +344,8 @@ def calibrate(config: RunConfig) -> RunConfig:
             delta=privacy.delta,
             adjacency=privacy.adjacency,
             extra=extra,
+            # Whether hardly any noise is needed depends on the sample rate, and so on the count.
+            refuse_little_noise=not count_charges(config),
         )
         config = _updated(config, "privacy", {"noise_multiplier": noise})
     planned = mechanism_guarantee(config.mechanism, delta=privacy.delta, extra=extra)

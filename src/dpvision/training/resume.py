@@ -20,29 +20,46 @@ from dpvision.storage.checkpoint import Checkpoint
 from dpvision.storage.run_folder import RunFolder, StoredKey
 from dpvision.training.callbacks import RunCallback
 from dpvision.training.declarations import note_declarations
-from dpvision.training.run_fingerprint import Binding, bound_keys, differences, run_binding
-from dpvision.training.stages import choose_gradient_plans, model_and_stages, split_features, stage_at
+from dpvision.training.prepare import run_code_again
+from dpvision.training.run_fingerprint import Binding, bound_keys, differences, own_code_facts, run_binding
+from dpvision.training.stages import (
+    choose_gradient_plans,
+    loss_of,
+    model_and_stages,
+    split_features,
+    stage_at,
+    synthetic_like,
+)
 from dpvision.training.start import ledger_header, with_features
 from dpvision.training.trainer import Session
 from dpvision.training.write_release import RunResult, run_to_release
 
 
 def resume_training(
-    run: Path | str, *, allow_fork: bool = False, device: str = "cpu", callback: RunCallback | None = None
+    run: Path | str,
+    *,
+    allow_fork: bool = False,
+    device: str = "cpu",
+    callback: RunCallback | None = None,
+    model: object | None = None,
+    loss: object | None = None,
 ) -> RunResult:
     """Continue a run from its newest whole checkpoint.
 
     Args:
         run: the folder of the run.
-        allow_fork: continue also if the data or the configuration changed.
+        allow_fork: continue also if the data, the configuration or the user's own code changed.
         device: torch's name of the device.
         callback: told about progress.
+        model: the run's own model again, as for ``train``; only where it has one.
+        loss: the run's own loss again; only where it has one.
 
     Returns:
         The outcome, the certificate and the metrics.
 
     Raises:
-        PrivacyError: the plan changed, or data changed and ``allow_fork`` is not set.
+        ArgumentError: the run has a model or a loss of the user's own, and it was not named.
+        PrivacyError: the plan changed, or data or own code changed and ``allow_fork`` is not set.
         TamperError: a file of the run is damaged or belongs to another run.
         DPVisionError: the run stopped before its first checkpoint.
 
@@ -50,12 +67,20 @@ def resume_training(
     which their bits depend, they get other noise and are charged again.
     """
     callback = callback or RunCallback()
-    session, notes = resume_run(Path(run), allow_fork=allow_fork, device=device, callback=callback)
+    session, notes = resume_run(
+        Path(run), allow_fork=allow_fork, device=device, callback=callback, model=model, loss=loss
+    )
     return run_to_release(session, callback, notes=notes)
 
 
 def resume_run(
-    path: Path, *, allow_fork: bool, device: str, callback: RunCallback | None = None
+    path: Path,
+    *,
+    allow_fork: bool,
+    device: str,
+    callback: RunCallback | None = None,
+    model: object | None = None,
+    loss: object | None = None,
 ) -> tuple[Session, list[str]]:
     """Restore the run in ``path``, and list what the user should know about it."""
     folder = RunFolder.open(path)
@@ -65,7 +90,9 @@ def resume_run(
         raise DPVisionError(
             f"{path} stopped before its first checkpoint: start it again elsewhere. {spent_so_far(folder)}"
         )
-    config = parse_config(folder.read_whole_config())
+    config, code = run_code_again(
+        parse_config(folder.read_whole_config()), model=model, loss=loss, allow_fork=allow_fork
+    )
     stored = folder.load_key()
     splits = load_splits(config, holdout_keys(stored.keys, stored.run_id))
     ledger = folder.open_ledger()
@@ -73,22 +100,27 @@ def resume_run(
     binding = run_binding(config, splits, run_id=stored.run_id, device=device)
     require_permission(differences(stored.bindings[-1], binding), allow_fork=allow_fork)
 
-    model, stages = model_and_stages(config, splits, device)
-    choose_gradient_plans(model, stages, config, splits, device)
+    network, stages = model_and_stages(config, splits, device, code)
+    facts = own_code_facts(code, network, loss_of(config, splits, code), synthetic_like(splits, device))
+    if not code.repeatable:
+        # Its source is not known, or it is an object whose state may be another one: every resume is a fork.
+        facts["own code"] = f"named again {len(stored.bindings)} times"
+    choose_gradient_plans(network, stages, config, splits, device, code)
     with checkpoint_errors(checkpoint):
-        model.load_state_dict(_tensors(checkpoint, "model/"))
+        network.load_state_dict(_tensors(checkpoint, "model/"))
     normalisation = stored_normalisation(config)
     stage = stage_at(stages, max(0, checkpoint.step - 1))
     features = split_features(
         stage, config, splits, normalisation=normalisation, device=device, callback=callback or RunCallback()
     )
-    binding = with_features(binding, features)
+    binding = with_features(binding | facts, features)
 
     changed = changes_since(stored.bindings[-1], binding, folder=folder, checkpoint=checkpoint, config=config)
     notes, bindings = list(checkpoint.warnings), stored.bindings
     if changed:
         bindings = (*bindings, binding)
         folder.save_key(stored.keys, run_id=stored.run_id, bindings=bindings)
+        folder.write_whole_config(config.to_json())  # other own code has another hash
         notes.append(f"{', '.join(changed)} changed: the run forks, with other noise, and repeated steps are charged.")
     fork = note_forks(ledger, bindings, checkpoint)
     note_declarations(ledger, config, splits)  # a fork may have brought other data or settings
@@ -102,9 +134,10 @@ def resume_run(
         keys=bound_keys(stored.keys, bindings[-1], fork),
         fork=fork,
         device=device,
-        model=model,
+        model=network,
         stages=stages,
         features=features,
+        code=code,
         step=checkpoint.step,
     )
     with checkpoint_errors(checkpoint):

@@ -6,6 +6,7 @@ When any fact changed, it is a fork: other noise, and repeated steps are charged
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import platform
@@ -14,10 +15,14 @@ from typing import Any, Final
 
 import numpy
 import torch
+from torch import Tensor, nn
 
 from dpvision import __version__, kernels
 from dpvision.config import RunConfig
 from dpvision.data.splits import RunSplits
+from dpvision.models.initialisation import seeded
+from dpvision.models.losses import RowLoss
+from dpvision.own_code import RunCode, code_errors
 from dpvision.privacy.noise import generator_fingerprint
 from dpvision.privacy.randomness import Keys
 
@@ -66,6 +71,33 @@ def current_binding(*, run_id: str, config_digest: str, data_fingerprint: str, d
         "machine": platform.machine(),
         "kernels": kernels.identity(),
     }
+
+
+def own_code_facts(code: RunCode, model: nn.Module, loss: RowLoss, rows: tuple[Tensor, Tensor]) -> Binding:
+    """Add what a run with own code depends on; nothing for a run without.
+
+    The hashes cover the user's files. What these import from elsewhere can change too, so the losses and gradients of
+    synthetic rows belong to the facts: other values are a fork.
+
+    Args:
+        code: the user's own model and loss.
+        model: the model with the public weights that every run of this code starts from.
+        loss: the loss, one value per row.
+        rows: synthetic inputs and targets.
+    """
+    if code.model is None and code.loss is None:
+        return {}
+    facts = {f"{kind} code": str(own and own.sha256) for kind, own in (("model", code.model), ("loss", code.loss))}
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())  # whatever is trained now
+    with code_errors("the model or the loss can't be run on synthetic images"), seeded(0), torch.enable_grad():
+        values = loss(copied(rows[0]), rows[1])
+        values.sum().backward()
+    content = hashlib.sha256()
+    for tensor in (values, *(each.grad for each in copied.parameters() if each.grad is not None)):
+        content.update(tensor.detach().to("cpu", torch.float64).contiguous().numpy().data)
+    return {**facts, "own behaviour": content.hexdigest()}
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from dpvision.gradients.plan import check_model, plan_for, require_private_ready
 from dpvision.gradients.separability import Finding
 from dpvision.models import split
 from dpvision.models.losses import RowLoss, classification_loss, loss_for, outputs_for
+from dpvision.own_code import NO_CODE, RunCode, code_errors, is_own
 from dpvision.privacy.values import Microbatch
 from dpvision.training.callbacks import RunCallback
 from dpvision.training.run_fingerprint import code_digest
@@ -151,8 +152,15 @@ def trained_names(model: nn.Module, trained: Trained, *, stages: int | None = No
 def _on_features(stage: Stage, config: RunConfig, example: Tensor) -> Stage:
     """The same stage on kept features, where the model can be cut and the features fit into memory."""
     as_it_is = config.views == ViewsConfig(padding=config.views.padding)
+    # An own model's frozen layers could mix rows in a way that a few synthetic rows do not show: each step runs them.
+    own = config.model is not None and is_own(config.model.name)
     # Maps are as large as images: there is nothing to gain from keeping them.
-    if config.task == "segmentation" or config.cache_features == "off" or not (as_it_is or mirrored(config.views)):
+    if (
+        own
+        or config.task == "segmentation"
+        or config.cache_features == "off"
+        or not (as_it_is or mirrored(config.views))
+    ):
         return stage
     cut = split(stage.network, example)
     if cut is None:
@@ -175,27 +183,37 @@ def _dtype(numbers_per_row: int, config: RunConfig) -> torch.dtype | None:
 # ---- The model, and how the engine computes its gradients
 
 
-def create_model(config: RunConfig, splits: RunSplits, *, seed: int) -> nn.Module:
-    """Build the configured model for the data's classes and channels, with weights drawn from ``seed``."""
+def create_model(config: RunConfig, splits: RunSplits, *, seed: int, code: RunCode = NO_CODE) -> nn.Module:
+    """Build the configured model for the data's classes and channels, with weights drawn from ``seed``.
+
+    Raises:
+        ArgumentError: the model is own code, and ``code`` has none.
+    """
     chosen = required(config.model, "model")
-    return models.create(
-        chosen.name,
-        num_classes=outputs_for(config.task, splits.train.num_classes),
-        in_channels=splits.train.image_shape[0],
-        seed=seed,
-        **chosen.options,
-    )
+    outputs, image_shape = outputs_for(config.task, splits.train.num_classes), splits.train.image_shape
+    if code.model is not None:
+        return models.create_own(code.model, num_classes=outputs, image_shape=image_shape, seed=seed)
+    if is_own(chosen.name):
+        raise ArgumentError(f"the model of this run is own code: name it with --model {chosen.name}.")
+    return models.create(chosen.name, num_classes=outputs, in_channels=image_shape[0], seed=seed, **chosen.options)
 
 
-def model_and_stages(config: RunConfig, splits: RunSplits, device: str) -> tuple[nn.Module, tuple[Stage, ...]]:
+def model_and_stages(
+    config: RunConfig, splits: RunSplits, device: str, code: RunCode = NO_CODE
+) -> tuple[nn.Module, tuple[Stage, ...]]:
     """Build the model in training mode, with the same public weights for every run, and its stages.
 
     Raises:
-        ArgumentError: the model can't take images of this shape.
+        ArgumentError: the model can't take images of this shape, or an own model gives no scores for them.
     """
-    model = create_model(config, splits, seed=0).to(device).train()
+    model = create_model(config, splits, seed=0, code=code).to(device).train()
+    example, _ = synthetic_like(splits, device)
+    if code.model is not None:
+        outputs, maps = outputs_for(config.task, splits.train.num_classes), splits.train.per_pixel
+        problem = models.output_problem(model, example, outputs, maps=maps)
+        if problem is not None:
+            raise ArgumentError(f"{code.model.name}: the model {problem[0]}. {problem[1]}")
     with shape_errors(splits.train.image_shape):
-        example, _ = synthetic_like(splits, device)
         if config.task == "segmentation":
             with torch.no_grad():
                 model(example[:1])  # refuses impossible sizes early
@@ -203,7 +221,12 @@ def model_and_stages(config: RunConfig, splits: RunSplits, device: str) -> tuple
 
 
 def choose_gradient_plans(
-    model: nn.Module, stages: Sequence[Stage], config: RunConfig, splits: RunSplits, device: str
+    model: nn.Module,
+    stages: Sequence[Stage],
+    config: RunConfig,
+    splits: RunSplits,
+    device: str,
+    code: RunCode = NO_CODE,
 ) -> None:
     """Let the engine decide how it computes each stage's gradients, before the model gets the run's own weights.
 
@@ -219,10 +242,12 @@ def choose_gradient_plans(
         seen = inputs if stage.backbone is None else features_of(stage.backbone, inputs)
         like = Microbatch(seen[:1].repeat_interleave(rows, 0), targets[:1].repeat_interleave(rows, 0), unit)
         with shape_errors(splits.train.image_shape):
-            decide(stage.network, loss_of(config, splits), like, config.performance)
+            decide(stage.network, loss_of(config, splits, code), like, config.performance)
 
 
-def check_units_separate(model: nn.Module, config: RunConfig, splits: RunSplits, device: str) -> list[Finding]:
+def check_units_separate(
+    model: nn.Module, config: RunConfig, splits: RunSplits, device: str, code: RunCode = NO_CODE
+) -> list[Finding]:
     """Check on synthetic images that units do not mix and that gradients are right.
 
     Returns:
@@ -232,8 +257,10 @@ def check_units_separate(model: nn.Module, config: RunConfig, splits: RunSplits,
         ArgumentError: the model can't be trained privately.
     """
     inputs, targets = synthetic_like(splits, device)
-    with shape_errors(splits.train.image_shape):
-        findings = require_private_ready(model, loss_of(config, splits), inputs, targets)
+    own = code.model is not None or code.loss is not None
+    errors = code_errors("the model and its loss can't be trained") if own else shape_errors(splits.train.image_shape)
+    with errors:
+        findings = require_private_ready(model, loss_of(config, splits, code), inputs, targets)
     frozen = [finding for finding in findings if finding.problem.startswith(FROZEN)]
     if len(frozen) <= MOST_FROZEN:
         return findings
@@ -249,9 +276,18 @@ def inspect_model(model: nn.Module, *, image_shape: tuple[int, int, int], num_cl
         return check_model(model, classification_loss, inputs, targets)
 
 
-def loss_of(config: RunConfig, splits: RunSplits) -> RowLoss:
-    """The loss of a run, one value per row; equal for equal arguments."""
-    return loss_for(config.task, required(config.loss, "loss"), splits.train.num_classes)
+def loss_of(config: RunConfig, splits: RunSplits, code: RunCode = NO_CODE) -> RowLoss:
+    """The loss of a run, one value per row; equal for equal arguments.
+
+    Raises:
+        ArgumentError: the loss is own code, and ``code`` has none.
+    """
+    name = required(config.loss, "loss")
+    if code.loss is not None:
+        return code.loss.value
+    if is_own(name):
+        raise ArgumentError(f"the loss of this run is own code: name it with --loss {name}.")
+    return loss_for(config.task, name, splits.train.num_classes)
 
 
 def synthetic_rows(

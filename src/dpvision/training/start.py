@@ -22,6 +22,7 @@ from dpvision.config import RunConfig, required
 from dpvision.data import Normalisation, released_normalisation
 from dpvision.data.splits import RunSplits, constant_normalisation, holdout_keys
 from dpvision.errors import PrivacyError
+from dpvision.own_code import NO_CODE, RunCode
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.noise import standard_normals
 from dpvision.privacy.randomness import Keys
@@ -29,15 +30,17 @@ from dpvision.storage.run_folder import RunFolder
 from dpvision.training.callbacks import RunCallback
 from dpvision.training.declarations import note_declarations
 from dpvision.training.initial_weights import draw_weights
-from dpvision.training.prepare import Prepared, count_charges, prepare, statistics_charges
-from dpvision.training.run_fingerprint import Binding, bound_keys, run_binding
+from dpvision.training.prepare import Prepared, count_charges, load_run_code, prepare, statistics_charges
+from dpvision.training.run_fingerprint import Binding, bound_keys, own_code_facts, run_binding
 from dpvision.training.stages import (
     SplitFeatures,
     check_units_separate,
     choose_gradient_plans,
+    loss_of,
     model_and_stages,
     set_trained,
     split_features,
+    synthetic_like,
 )
 from dpvision.training.trainer import Session
 from dpvision.training.write_release import RunResult, run_to_release
@@ -50,6 +53,8 @@ def train(
     seed: int | None = None,
     device: str = "cpu",
     callback: RunCallback | None = None,
+    model: object | None = None,
+    loss: object | None = None,
 ) -> RunResult:
     """Train a model and write its release.
 
@@ -61,24 +66,37 @@ def train(
         seed: replaces the operating system's entropy: reproducible, and stamped as not for release.
         device: torch's name of the device.
         callback: told about progress.
+        model: the user's own model: FILE.py:FUNCTION, a function or class that makes it, or a module, which is copied
+            and stays as it is. Default: the configured one.
+        loss: the user's own loss: FILE.py:FUNCTION, or a function of outputs and targets that returns one value per
+            row. Default: the configured one.
 
     Returns:
         The outcome, the certificate and the metrics.
 
     Raises:
-        ArgumentError: the configuration is impossible or would spend more than its target epsilon.
+        ArgumentError: the configuration or the user's own code is impossible, or the plan would spend more than its
+            target epsilon. Nothing is written then.
+        PrivacyError: the model mixes units.
         DataError: the data can't be read.
 
     Guarantee: the released weights are (epsilon, delta)-private for the unit and adjacency named in the certificate,
     under the assumptions of docs/concepts/guarantee.md.
     """
     callback = callback or RunCallback()
-    session, prepared = start_run(config, Path(run), seed=seed, device=device, callback=callback)
+    config, code = load_run_code(config, model=model, loss=loss)
+    session, prepared = start_run(config, Path(run), seed=seed, device=device, callback=callback, code=code)
     return run_to_release(session, callback, choices=prepared.choices, notes=prepared.notes)
 
 
 def start_run(
-    config: RunConfig, path: Path, *, seed: int | None, device: str, callback: RunCallback | None = None
+    config: RunConfig,
+    path: Path,
+    *,
+    seed: int | None,
+    device: str,
+    callback: RunCallback | None = None,
+    code: RunCode = NO_CODE,
 ) -> tuple[Session, Prepared]:
     """Make a new run in the order above. Nothing is written before data, plan and model have been checked."""
     RunFolder.require_new(path)
@@ -87,16 +105,17 @@ def start_run(
     prepared = prepare(config, holdout_keys(keys, run_id))
     config, splits = prepared.config, prepared.splits
 
-    model, stages = model_and_stages(config, splits, device)
+    model, stages = model_and_stages(config, splits, device, code)
     if config.privacy.enabled:
         set_trained(model, stages[-1])  # everything that is trained at all is trained in the last stage
-        findings = check_units_separate(model, config, splits, device)
+        findings = check_units_separate(model, config, splits, device, code)
         prepared = replace(prepared, notes=(*prepared.notes, *map(str, findings)))
-    choose_gradient_plans(model, stages, config, splits, device)
+    facts = own_code_facts(code, model, loss_of(config, splits, code), synthetic_like(splits, device))
+    choose_gradient_plans(model, stages, config, splits, device, code)
 
-    binding = run_binding(config, splits, run_id=run_id, device=device)
+    binding = run_binding(config, splits, run_id=run_id, device=device) | facts
     first_keys = bound_keys(keys, binding, fork=0)
-    draw_weights(model, config, splits, first_keys)
+    draw_weights(model, config, splits, first_keys, code)
 
     folder = RunFolder.create(path)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
@@ -113,7 +132,7 @@ def start_run(
     features = split_features(
         stages[0], config, splits, normalisation=normalisation, device=device, callback=callback or RunCallback()
     )
-    binding = with_features(run_binding(config, splits, run_id=run_id, device=device), features)
+    binding = with_features(run_binding(config, splits, run_id=run_id, device=device) | facts, features)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
     session = Session(
         config=config,
@@ -126,6 +145,7 @@ def start_run(
         model=model,
         stages=stages,
         features=features,
+        code=code,
     )
     session.save_checkpoint()
     return session, prepared

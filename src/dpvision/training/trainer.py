@@ -23,9 +23,10 @@ from dpvision.errors import DPVisionError
 from dpvision.gradients.ordinary import ordinary_gradient
 from dpvision.inference import MaskMetrics, Metrics, evaluate, evaluate_features, evaluate_masks
 from dpvision.models.losses import RowLoss
+from dpvision.own_code import NO_CODE, RunCode
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.optimizer import Optimizer
-from dpvision.privacy.private_step import Budget, BudgetSpent, private_step
+from dpvision.privacy.private_step import BudgetSpent, Privatizer, private_step
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import OrdinaryGrad
 from dpvision.storage.run_folder import RunFolder
@@ -57,6 +58,7 @@ class Session:
         model: the whole model; the stages share its parameters.
         stages: which parameters are trained when.
         features: kept features of ``stage``, if it trains on any.
+        code: the user's own model and loss, if there are any.
         step: finished steps.
         seconds: time spent in steps.
         curve: points measured on the public test split.
@@ -64,7 +66,7 @@ class Session:
         stage: the stage of the last finished step.
         optimizer: the optimizer of ``stage``.
         image_draws: the sampler of images.
-        budget: the hard limit; None without privacy.
+        privatizer: charges and releases, and is the hard limit; None without privacy.
         meter: epsilon by number of steps; None without privacy.
     """
 
@@ -78,6 +80,7 @@ class Session:
     model: nn.Module
     stages: tuple[Stage, ...]
     features: SplitFeatures | None = None
+    code: RunCode = NO_CODE
     fork: int = 0
     step: int = 0
     seconds: float = 0.0
@@ -87,7 +90,7 @@ class Session:
     optimizer: Optimizer = field(init=False)
     image_draws: ImageBatches = field(init=False)
     draws: ImageBatches | FeatureDraws = field(init=False)
-    budget: Budget | None = field(init=False, default=None)
+    privatizer: Privatizer | None = field(init=False, default=None)
     meter: EpsilonMeter | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -104,7 +107,8 @@ class Session:
         self._set_stage(stage_at(self.stages, max(0, self.step - 1)))
         if config.privacy.enabled:
             delta = required(config.privacy.delta, "delta")
-            self.budget = Budget(config.mechanism, self.ledger, fork=self.fork)
+            # Replays are safe: the keys are bound to everything that a sum depends on (run_fingerprint).
+            self.privatizer = Privatizer(config.mechanism, self.ledger, keys=self.keys, fork=self.fork, replays=True)
             self.meter = EpsilonMeter(config.mechanism, delta=delta, extra=extra_charges(config))
 
     def _set_stage(self, stage: Stage) -> None:
@@ -136,7 +140,7 @@ class Session:
     @property
     def loss(self) -> RowLoss:
         """The loss that is minimised, one value per row."""
-        return loss_of(self.config, self.splits)
+        return loss_of(self.config, self.splits, self.code)
 
     @property
     def total_steps(self) -> int:
@@ -146,7 +150,7 @@ class Session:
     @property
     def recharged_steps(self) -> int:
         """Charged steps beyond those that led to the present weights: the cost of forks."""
-        return 0 if self.budget is None else max(0, self.budget.spent - self.step)
+        return 0 if self.privatizer is None else max(0, self.privatizer.spent - self.step)
 
     def epsilon(self, steps: int) -> float | None:
         """Epsilon once ``steps`` steps are taken, the cost of forks included; None without privacy."""
@@ -200,7 +204,7 @@ def take_step(session: Session) -> None:
     step, network, performance = session.step, session.stage.network, session.config.performance
     with keyed_randomness(session):
         batch = session.draws.batch(step)
-        if session.budget is None:
+        if session.privatizer is None:
             divisor = session.config.plan.expected_batch_size
             mean = ordinary_gradient(network, session.loss, batch, divisor=divisor, performance=performance)
             session.optimizer.step(OrdinaryGrad(mean, step))
@@ -210,8 +214,7 @@ def take_step(session: Session) -> None:
                 session.loss,
                 batch,
                 optimizer=session.optimizer,
-                budget=session.budget,
-                keys=session.keys,
+                privatizer=session.privatizer,
                 step=step,
                 performance=performance,
             )
@@ -242,7 +245,7 @@ def epsilon_at_next(session: Session, due: list[int]) -> float | None:
 def measure(session: Session, *, averaged: bool = True) -> Metrics | MaskMetrics:
     """Evaluate the present weights on the public test split; averaged ones, if there are any and ``averaged``."""
     require_finite(session)
-    test, device = session.splits.test, session.device
+    test = session.splits.test
     parameters = session.optimizer.averaged_parameters() if averaged else None
     if session.config.task == "segmentation":
         return evaluate_masks(
@@ -251,13 +254,12 @@ def measure(session: Session, *, averaged: bool = True) -> Metrics | MaskMetrics
             session.normalisation,
             loss=session.loss,
             parameters=parameters,
-            device=device,
             name_patients=may_show_images(session.config) and not session.splits.held_out,
         )
     if session.stage.backbone is not None and session.features is not None:
         features = session.features.test.values_NWF[:, 0]
-        return evaluate_features(session.stage.network, features, test, parameters=parameters, device=device)
-    return evaluate(session.model, test, session.normalisation, parameters=parameters, device=device)
+        return evaluate_features(session.stage.network, features, test, parameters=parameters)
+    return evaluate(session.model, test, session.normalisation, parameters=parameters)
 
 
 def evaluate_now(session: Session, callback: RunCallback) -> None:

@@ -21,12 +21,13 @@ from dpvision.data import ImageStore
 from dpvision.data.splits import may_show_images
 from dpvision.inference import dice_of_images, predict_masks
 from dpvision.kernels.memory import keep_freed_memory
-from dpvision.privacy.ledger import read_ledger
+from dpvision.privacy.ledger import Ledger, read_ledger
+from dpvision.privacy.mechanism import Mechanism
 from dpvision.release.build import ReleaseFacts, build_certificate
 from dpvision.release.certificate_page import render_certificate_page
 from dpvision.release.model_card import model_card
 from dpvision.storage.files import sha256_hex, weights_bytes
-from dpvision.storage.run_folder import CARD, CERTIFICATE_PAGE, EXAMPLES, Example, Rank, examples_bytes
+from dpvision.storage.run_folder import CARD, CERTIFICATE_PAGE, EXAMPLES, Example, Rank, RunFolder, examples_bytes
 from dpvision.training.callbacks import RunCallback, stop_on_signals
 from dpvision.training.defaults import Choice
 from dpvision.training.trainer import Outcome, Session, measure, run_steps
@@ -112,31 +113,53 @@ def write_release(session: Session, *, outcome: Outcome) -> RunResult:
     Guarantee: refused if a parameter was changed by anything but the private step.
     """
     session.optimizer.check_untouched()
-    weights = weights_bytes(released_weights(session))
-    config = session.config.public().to_json()
-    certificate = build_certificate(
-        ledger=read_ledger(session.folder.ledger_path),
+    metrics = metrics_of(session)
+    certificate = publish(
+        session.folder,
+        session.ledger,
         mechanism=session.config.mechanism if session.config.privacy.enabled else None,
         hand_seeded=session.keys.hand_seeded,
-        release=ReleaseFacts(
-            weights_sha256=sha256_hex(weights),
-            config_sha256=sha256_hex(config.encode()),
-            data=public_description(session),
-            software=software(),
-        ),
+        weights=released_weights(session),
+        config=session.config.public().to_json(),
+        data=public_description(session),
+        metrics=metrics,
     )
-    metrics = metrics_of(session)
-    pages = {
-        CERTIFICATE_PAGE: render_certificate_page(certificate),
-        CARD: model_card(certificate, metrics=metrics, config=json.loads(config)),
-    }
-    session.folder.write_release(weights=weights, certificate=certificate, metrics=metrics, config=config, pages=pages)
     shown = example_file(session)
     if shown is not None:
         session.folder.add_to_release(EXAMPLES, shown)
     # How long the draws took depends on their sizes, which are private: not part of the release.
     session.folder.write_unsafe("timing", {"train_seconds": session.seconds})
     return RunResult(session.folder.root, outcome, certificate, metrics, session.seconds)
+
+
+def publish(
+    folder: RunFolder,
+    ledger: Ledger,
+    *,
+    mechanism: Mechanism | None,
+    hand_seeded: bool,
+    weights: dict[str, Tensor],
+    config: str,
+    data: dict[str, Any],
+    metrics: dict[str, Any],
+) -> dict[str, Any]:
+    """Commit the ledger to the release, build the certificate, and write the release folder; return the certificate."""
+    content = weights_bytes(weights)
+    released = ReleaseFacts(
+        weights_sha256=sha256_hex(content), config_sha256=sha256_hex(config.encode()), data=data, software=software()
+    )
+    ledger.commit_release(
+        weights_sha256=released.weights_sha256, config_sha256=released.config_sha256, data=released.data
+    )
+    certificate = build_certificate(
+        ledger=read_ledger(folder.ledger_path), mechanism=mechanism, hand_seeded=hand_seeded, release=released
+    )
+    pages = {
+        CERTIFICATE_PAGE: render_certificate_page(certificate),
+        CARD: model_card(certificate, metrics=metrics, config=json.loads(config)),
+    }
+    folder.write_release(weights=content, certificate=certificate, metrics=metrics, config=config, pages=pages)
+    return certificate
 
 
 def public_description(session: Session) -> dict[str, Any]:
@@ -255,11 +278,5 @@ def _of_different_owners(rows: Sequence[int], owners: Sequence[str] | None, coun
 
 def _predicted(session: Session, images: Tensor) -> Tensor:
     """Masks of the released weights, (N, H, W)."""
-    masks = predict_masks(
-        session.model,
-        images,
-        session.normalisation,
-        parameters=session.optimizer.averaged_parameters(),
-        device=session.device,
-    )
-    return torch.cat(list(masks))
+    averaged = session.optimizer.averaged_parameters()
+    return predict_masks(session.model, images, session.normalisation, parameters=averaged)

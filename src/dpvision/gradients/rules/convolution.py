@@ -157,29 +157,27 @@ class ConvolutionGradient(LayerGradient):
 
     def formed(self) -> Tensor:
         """Form and return the gradients as (U, O, D), D in the order of the windows."""
-        if self._formed_UOD is None and self._fits_windows():
-            kernel, stride, groups = _pair(self._geometry.kernel), _pair(self._geometry.stride), self._geometry.groups
-            self._formed_UOD, self._squares_U = window_gradients(
-                self._x, self._dy, units=self._units, kernel=kernel, stride=stride, groups=groups
-            )
-        elif self._formed_UOD is None:
-            weight = self._geometry.weight
-            formed = self._x.new_empty(self._units, weight.shape[0], weight[0].numel())
-            for first, last, a_BTD, g_BTO in self._chunks():
-                part = formed[first:last].view(a_BTD.shape[0], g_BTO.shape[2], a_BTD.shape[2])
-                torch.bmm(g_BTO.mT, a_BTD, out=part)
-            self._formed_UOD = formed
+        if self._formed_UOD is None:
+            self._formed_UOD, self._squares_U = self._by_kernel() or (self._by_products(), None)
         return self._formed_UOD
 
-    def _fits_windows(self) -> bool:
-        """Return whether a kernel can form the gradients without storing all windows."""
-        geometry = self._geometry
-        if len(geometry.kernel) != 2 or set(geometry.dilation) != {1}:
-            return False
-        kernel, stride = _pair(geometry.kernel), _pair(geometry.stride)
-        return window_gradients.takes(
-            self._x, self._dy, units=self._units, kernel=kernel, stride=stride, groups=geometry.groups
+    def _by_kernel(self) -> tuple[Tensor, Tensor] | None:
+        """Form the gradients, with squared norms, without storing all windows; None where the kernel refuses.
+
+        It refuses dilated filters too: their windows do not cover the input as those of its own do.
+        """
+        kernel, stride, groups = self._geometry.kernel, self._geometry.stride, self._geometry.groups
+        return window_gradients.attempt(
+            self._x, self._dy, units=self._units, kernel=kernel, stride=stride, groups=groups
         )
+
+    def _by_products(self) -> Tensor:
+        weight = self._geometry.weight
+        formed_UOD = self._x.new_empty(self._units, weight.shape[0], weight[0].numel())
+        for first, last, a_BTD, g_BTO in self._chunks():
+            part = formed_UOD[first:last].view(a_BTD.shape[0], g_BTO.shape[2], a_BTD.shape[2])
+            torch.bmm(g_BTO.mT, a_BTD, out=part)
+        return formed_UOD
 
     def _gram_norms(self) -> Tensor:
         parts = (gram_norms_sq(a_BTD, g_BTO).view(last - first, -1) for first, last, a_BTD, g_BTO in self._chunks())
@@ -228,11 +226,6 @@ def _sum_by_products(x_NCS: Tensor, dy_NOS: Tensor, geometry: Correlation) -> Te
         a_GTD, g_GTO = _matrices(x_NCS[first:last], dy_NOS[first:last], geometry, 1)
         total_GOD.baddbmm_(g_GTO.mT, a_GTD, beta=int(first > 0))
     return total_GOD.flatten(0, 1)
-
-
-def _pair(sizes: Sizes) -> tuple[int, int]:
-    height, width = sizes
-    return height, width
 
 
 def convolution(call: LayerCall) -> dict[str, LayerGradient]:

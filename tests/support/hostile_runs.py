@@ -1,4 +1,4 @@
-"""Cases for configurations, run folders and the command line."""
+"""Hostile configurations, run folders and command lines: a damaged input for everything that reads them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from random import Random
 from typing import Any
 
+from hypothesis import strategies as st
+
+from damage import ODD_TEXTS, damaged_bytes, damaged_json, damaged_safetensors, json_bytes, odd_texts, one_in, one_of
 from dpvision.cli import main
 from dpvision.cli.train_command import build_config
 from dpvision.config import parse_config
@@ -23,32 +25,30 @@ from dpvision.release.report import write_report
 from dpvision.release.schema import parse_certificate
 from dpvision.release.verify import verify
 from dpvision.training import resume_training
-from tools.fuzz.mutate import ODD_TEXTS, json_text, odd_value, spoiled_bytes, spoiled_json, spoiled_safetensors
-from tools.fuzz.readers import Case
-from tools.fuzz.seeds import Seeds
+from hostile_files import Case, Draw
+from hostile_seeds import Seeds
 
-_ALLOWED_CODES = (0, 1, 2)
-_TRAINED_CODE = 130
+_ALLOWED_CODES = (0, 1, 2, 130)
 
 
-class Wrong(Exception):
+class WrongEndError(Exception):
     """A command ended in another way than it may."""
 
 
-def json_config(rng: Random, seeds: Seeds, box: Path) -> Case:
+def json_config(draw: Draw, seeds: Seeds, box: Path) -> Case:
     """The configuration of a run as JSON or as plain values."""
     del box
-    values = _spoiled(rng, seeds.config)
-    if rng.random() < 0.5 and isinstance(values, dict):
+    values = draw(damaged_json(seeds.config))
+    if draw(st.booleans()) and isinstance(values, dict):
         return lambda: parse_config(values)
-    text = json_text(rng, values)
+    text = draw(json_bytes(values))
     return lambda: parse_config(text)
 
 
-def toml_config(rng: Random, seeds: Seeds, box: Path) -> Case:
+def toml_config(draw: Draw, seeds: Seeds, box: Path) -> Case:
     """A TOML file as ``dpvision train --config`` reads it."""
     path = box / "run.toml"
-    text = _toml(_spoiled(rng, seeds.config))
+    text = _toml(draw(damaged_json(seeds.config)))
     odd = (
         "a = " + "[" * 4000,
         "steps = 0x" + "f" * 5000,
@@ -63,24 +63,21 @@ def toml_config(rng: Random, seeds: Seeds, box: Path) -> Case:
         'name = "\\ud800"',
         "x = 1979-05-27T07:32:00Z",
     )
-    if rng.random() < 0.5:
-        at = rng.choice([0, *(n for n, c in enumerate(text) if c == "\n")])
-        text = text[:at] + "\n" + rng.choice(odd) + "\n" + text[at:]
+    if draw(st.booleans()):
+        at = draw(one_of(0, *(n for n, c in enumerate(text) if c == "\n")))
+        text = text[:at] + "\n" + draw(st.sampled_from(odd)) + "\n" + text[at:]
     data = text.encode("utf-8", "surrogatepass")
-    path.write_bytes(spoiled_bytes(rng, data) if rng.random() < 0.4 else data)
-    given: dict[str, Any] = rng.choice(({}, {"privacy": {"target_epsilon": 3.0}}))
-    options = rng.choice(({}, {"model": {"options": {"image_size": 8}}}))
-    return lambda: build_config({**given, **options}, file=path)
-
-
-def _spoiled(rng: Random, values: Any) -> Any:
-    for _ in range(rng.randint(1, 3)):
-        values = spoiled_json(rng, values)
-    return values
+    path.write_bytes(draw(st.one_of(st.just(data), damaged_bytes(data))))
+    given: dict[str, Any] = {}
+    if draw(st.booleans()):
+        given["privacy"] = {"target_epsilon": 3.0}
+    if draw(st.booleans()):
+        given["model"] = {"options": {"image_size": 8}}
+    return lambda: build_config(given, file=path)
 
 
 def _toml(values: Any) -> str:
-    """Values as TOML, as far as it goes; what it can't say comes as it may."""
+    """Return values as TOML; for what TOML cannot express, any text."""
     if not isinstance(values, dict):
         return f"x = {_toml_value(values)}\n"
     plain = {name: value for name, value in values.items() if not isinstance(value, dict)}
@@ -99,31 +96,31 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def certificate(rng: Random, seeds: Seeds, box: Path) -> Case:
+def certificate(draw: Draw, seeds: Seeds, box: Path) -> Case:
     """The certificate's own parser."""
     del box
-    values = _spoiled(rng, json.loads((seeds.run / "release" / "certificate.json").read_text()))
+    values = draw(damaged_json(json.loads((seeds.run / "release" / "certificate.json").read_text())))
     return lambda: parse_certificate(values)
 
 
-def ledger(rng: Random, seeds: Seeds, box: Path) -> Case:
-    """A ledger: spoiled, or with wrong entries under right hashes."""
+def ledger(draw: Draw, seeds: Seeds, box: Path) -> Case:
+    """A ledger: damaged, or with wrong entries under right hashes."""
     data = (seeds.run / "release" / "ledger.jsonl").read_bytes()
     path = box / "ledger.jsonl"
-    path.write_bytes(spoiled_bytes(rng, data) if rng.random() < 0.3 else _rechained(rng, data))
+    path.write_bytes(draw(damaged_bytes(data)) if draw(one_in(3)) else _rechained(draw, data))
     return lambda: read_ledger(path)
 
 
-def _rechained(rng: Random, data: bytes) -> bytes:
+def _rechained(draw: Draw, data: bytes) -> bytes:
     entries = [json.loads(line) for line in data.splitlines()]
-    at = rng.randrange(len(entries))
-    kind = rng.randrange(4)
-    if kind == 0:
-        entries.insert(at, entries[rng.randrange(len(entries))])
-    elif kind == 1:
+    at = draw(st.integers(0, len(entries) - 1))
+    kind = draw(one_of("payload", "payload", "repeat", "remove"))
+    if kind == "repeat":
+        entries.insert(at, entries[draw(st.integers(0, len(entries) - 1))])
+    elif kind == "remove":
         del entries[at]
     else:
-        entries[at]["payload"] = _spoiled(rng, entries[at]["payload"])
+        entries[at]["payload"] = draw(damaged_json(entries[at]["payload"]))
     lines, prev = [], "0" * 64
     for seq, entry in enumerate(entries):
         fields = {"kind": entry.get("kind"), "payload": entry.get("payload"), "prev": prev, "seq": seq}
@@ -133,64 +130,64 @@ def _rechained(rng: Random, data: bytes) -> bytes:
     return b"".join(lines)
 
 
-def run_folder(rng: Random, seeds: Seeds, box: Path) -> Case:
-    """A run folder in which one file, or what it is, was changed; then whoever reads run folders."""
+def run_folder(draw: Draw, seeds: Seeds, box: Path) -> Case:
+    """A run folder in which one or two files were changed or replaced, for each reader of run folders."""
     run = box / "run"
     shutil.copytree(seeds.run, run)
-    for _ in range(rng.randint(1, 2)):
-        _spoil_run(rng, run, box)
-    use = rng.choice((verify, verify, load_model, write_report, lambda path: resume_training(path, allow_fork=True)))
+    for _ in range(draw(st.integers(1, 2))):
+        _damage_run(draw, run, box)
+    use = draw(one_of(verify, verify, load_model, write_report, lambda path: resume_training(path, allow_fork=True)))
     return lambda: use(run)
 
 
-def _spoil_run(rng: Random, run: Path, box: Path) -> None:
+def _damage_run(draw: Draw, run: Path, box: Path) -> None:
     files = sorted(path for path in run.rglob("*") if path.is_file() and not path.is_symlink() and path.name != "lock")
-    path = rng.choice(files)
-    kind = rng.randrange(8)
-    if kind == 1:
-        _spoil_kind(rng, path, box)
+    path = draw(st.sampled_from(files))
+    kind = draw(one_of("bytes", "replace", *["inside"] * 6))
+    if kind == "replace":
+        _replace(draw, path, box)
     else:
         data = path.read_bytes()
         try:
-            spoiled = spoiled_bytes(rng, data) if kind == 0 else _spoiled_file(rng, path.name, data)
-        except (ValueError, LookupError, AttributeError, TypeError, RecursionError):  # it was spoiled before
-            spoiled = spoiled_bytes(rng, data)
-        path.write_bytes(spoiled)
-    _mend_hashes(run)
+            damaged = draw(damaged_bytes(data)) if kind == "bytes" else _damaged_inside(draw, path.name, data)
+        except (ValueError, LookupError, AttributeError, TypeError, RecursionError):  # it was damaged before
+            damaged = draw(damaged_bytes(data))
+        path.write_bytes(damaged)
+    _correct_hashes(run)
 
 
-def _spoiled_file(rng: Random, name: str, data: bytes) -> bytes:
+def _damaged_inside(draw: Draw, name: str, data: bytes) -> bytes:
     if name.endswith(".json"):
-        values = _spoiled(rng, json.loads(data))
-        return _json(values) if rng.random() < 0.8 else json_text(rng, values)
+        values = draw(damaged_json(json.loads(data)))
+        return draw(json_bytes(values)) if draw(one_in(5)) else _json(values)
     if name == "ledger.jsonl":
-        return _rechained(rng, data)
-    return spoiled_safetensors(rng, data) if name.endswith(".safetensors") else spoiled_bytes(rng, data)
+        return _rechained(draw, data)
+    return draw(damaged_safetensors(data) if name.endswith(".safetensors") else damaged_bytes(data))
 
 
-def _spoil_kind(rng: Random, path: Path, box: Path) -> None:
-    """Another thing in a file's place, or a folder that lies elsewhere."""
-    kind = rng.randrange(6)
-    if kind == 5:
-        folder = rng.choice((path.parent, path.parent.parent / "private"))
+def _replace(draw: Draw, path: Path, box: Path) -> None:
+    """Put another thing in a file's place, or a link in a folder's place."""
+    kind = draw(one_of("nothing", "device", "pipe", "directory", "link", "folder"))
+    outside = box.parent / "outside"
+    if kind == "folder":
+        folder = draw(one_of(path.parent, path.parent.parent / "private"))
         if folder.is_dir() and not folder.is_symlink():
-            outside = box.parent / "outside" / f"{rng.randrange(10**6)}"
-            shutil.move(folder, outside)
-            folder.symlink_to(outside)
+            shutil.move(folder, outside / folder.name)
+            folder.symlink_to(outside / folder.name)
         return
-    if rng.random() < 0.2:
+    if draw(one_in(5)):
         path = path.parent.parent / "private" / "lock"
     path.unlink(missing_ok=True)
     if not path.parent.is_dir():
         return
-    if kind == 0:
+    if kind == "device":
         path.symlink_to("/dev/zero")
-    elif kind == 1:
+    elif kind == "pipe":
         os.mkfifo(path)
-    elif kind == 2:
+    elif kind == "directory":
         path.mkdir()
-    elif kind == 3:
-        path.symlink_to(box.parent / "outside" / "file")
+    elif kind == "link":
+        path.symlink_to(outside / "file")
 
 
 def _json(values: Any) -> bytes:
@@ -200,8 +197,8 @@ def _json(values: Any) -> bytes:
         return b"{}"
 
 
-def _mend_hashes(run: Path) -> None:
-    """Make the hashes right again where that is easy: what lies behind them must stand firm, too."""
+def _correct_hashes(run: Path) -> None:
+    """Correct the hashes, as an attacker would: the checks behind them must hold too."""
     release, key = run / "release", run / "private" / "key.json"
     values = _object(key)
     if values is not None:
@@ -288,42 +285,46 @@ _TRAIN_FLAGS = (
     "--crop-padding", "--rotation", "--erasing", "--transfer-weights", "--trained", "--evaluations",
     "--checkpoint-every", "--microbatch-size", "--unsafe-seed", "--device", "--config", "--data-dir", "--recipe",
 )  # fmt: skip
+_ARGUMENTS = st.one_of(
+    st.sampled_from(_NUMBERS),
+    odd_texts,
+    one_of("linear", "image_size=8", "image_size=99999999", "a=b=c", "=", "cuda", "digits"),
+).map(lambda text: text.replace("\0", ""))
 
 
-def arguments(rng: Random, seeds: Seeds, box: Path) -> Case:
+def arguments(draw: Draw, seeds: Seeds, box: Path) -> Case:
     """Flags of the commands that only compute."""
     del seeds
-    command = rng.choice(sorted(_FLAGS))
+    command = draw(st.sampled_from(sorted(_FLAGS)))
     usual, flags = _FLAGS[command]
     values = [command, *usual]
-    for _ in range(rng.randint(1, 2)):
-        values += [rng.choice(flags), _argument(rng)]
+    for _ in range(draw(st.integers(1, 2))):
+        values += [draw(st.sampled_from(flags)), draw(_ARGUMENTS)]
     return lambda: _call(values, box)
 
 
-def training(rng: Random, seeds: Seeds, box: Path) -> Case:
+def training(draw: Draw, seeds: Seeds, box: Path) -> Case:
     """Flags of ``dpvision train`` on good data, or good flags on odd sources."""
     values = ["train", str(seeds.data), "--model", "linear", "--option", "image_size=8", "--output", str(box / "out")]
     values += ["--steps", "1", "--noise-multiplier", "2", "--num-units", "12", "--expected-batch-size", "4"]
     values += ["--delta", "1e-3", "--checkpoint-every", "1", "--evaluations", "1"]
-    if rng.random() < 0.2:
-        values[1] = rng.choice(ODD_TEXTS).replace("\0", "") or "/dev/null"
-    for _ in range(rng.randint(1, 2)):
-        values += [rng.choice(_TRAIN_FLAGS), _argument(rng)]
+    if draw(one_in(5)):
+        values[1] = draw(st.sampled_from(ODD_TEXTS)).replace("\0", "") or "/dev/null"
+    for _ in range(draw(st.integers(1, 2))):
+        values += [draw(st.sampled_from(_TRAIN_FLAGS)), draw(_ARGUMENTS)]
     return lambda: _call(values, box)
 
 
-def commands(rng: Random, seeds: Seeds, box: Path) -> Case:
+def commands(draw: Draw, seeds: Seeds, box: Path) -> Case:
     """The commands that read run folders, on one that was changed, with images that were changed."""
     run = box / "run"
     shutil.copytree(seeds.run, run)
-    _spoil_run(rng, run, box)
-    name, data = rng.choice(sorted(seeds.images.items()))
+    _damage_run(draw, run, box)
+    name = draw(st.sampled_from(sorted(seeds.images)))
     image = box / f"\x1b[31m{name}"
-    image.write_bytes(data if rng.random() < 0.5 else spoiled_bytes(rng, data))
-    json_flag = rng.choice(((), ("--json",)))
-    values = rng.choice(
-        (
+    image.write_bytes(draw(st.one_of(st.just(seeds.images[name]), damaged_bytes(seeds.images[name]))))
+    values = draw(
+        one_of(
             ["verify", str(run)],
             ["verify", str(run / "release" / "certificate.json")],
             ["report", str(run)],
@@ -333,19 +334,12 @@ def commands(rng: Random, seeds: Seeds, box: Path) -> Case:
             ["resume", str(run)],
         )
     )
+    json_flag = draw(one_of((), ("--json",)))
     return lambda: _call([*values, *json_flag], box)
 
 
-def _argument(rng: Random) -> str:
-    if rng.random() < 0.5:
-        return rng.choice(_NUMBERS)
-    text = rng.choice((*ODD_TEXTS, "linear", "image_size=8", "image_size=99999999", "a=b=c", "=", "cuda", "digits"))
-    value = odd_value(rng)
-    return (text if rng.random() < 0.7 else str(value) if not isinstance(value, int) else "7").replace("\0", "")
-
-
 def _call(values: list[str], box: Path) -> None:
-    """The command in this process: its exit code and every character that it prints are looked at."""
+    """Run the command in this process and check its exit code and every character that it prints."""
     held = io.StringIO()
     with redirect_stdout(held), redirect_stderr(held), _inside(box, ["dpvision", *values]):
         try:
@@ -354,13 +348,13 @@ def _call(values: list[str], box: Path) -> None:
         except SystemExit as error:
             code = error.code
     printed = held.getvalue()
-    if code not in _ALLOWED_CODES and code != _TRAINED_CODE:
-        raise Wrong(f"exit code {code}: {printed[-300:]!r}")
+    if code not in _ALLOWED_CODES:
+        raise WrongEndError(f"exit code {code}: {printed[-300:]!r}")
     if "Traceback" in printed:
-        raise Wrong(f"a traceback: {printed[-300:]!r}")
+        raise WrongEndError(f"a traceback: {printed[-300:]!r}")
     raw = sorted({c for c in printed if not c.isprintable() and c not in "\n\r\t"})
     if raw:
-        raise Wrong(f"raw control characters {raw!r}")
+        raise WrongEndError(f"raw control characters {raw!r}")
     printed.encode()
 
 

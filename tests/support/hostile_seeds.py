@@ -1,4 +1,4 @@
-"""Good input to begin with: small files of every kind that is read, and one finished run."""
+"""Good input to damage: small files of every kind that is read, and one finished run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Seeds:
 
 
 def make_seeds(folder: Path) -> Seeds:
-    """Everything, made anew in ``folder``."""
+    """Make everything in ``folder``."""
     generator = np.random.default_rng(0)
     labels = np.arange(ROWS) % 3
     images = generator.integers(0, 256, (ROWS, SIDE, SIDE), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""What no case may do, watched from inside the process: write elsewhere, start programs, unpickle, hang, grow."""
+"""Watch a test case from inside its process: no writes elsewhere, programs, pickles, network, hangs or large memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any, final
 SECONDS = 10.0
 """A case that computes for longer hangs."""
 PATIENCE = 6
-"""So many times as long may pass on the clock: other programs may want the processor, too."""
+"""This many times as long may pass on the clock, because other programs use the processor too."""
 MAX_GROWTH = 512 * 2**20
 """Bytes of memory that one case may use: the inputs are small."""
 ADDRESS_SPACE = 3 * 2**30
-"""More than this on top of what the process has at the beginning is refused by the system."""
+"""During a case the system refuses more address space than this, on top of what the process has before it."""
 CANARY = "dpvision_fuzz_canary"
-"""A module that hostile pickles name. Whoever imports it executes what a file says."""
+"""A module that hostile pickles name. A reader that imports it executes what a file says."""
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _PROGRAMS = frozenset(
@@ -34,12 +34,17 @@ _NETWORK = frozenset({"socket.connect", "socket.getaddrinfo", "socket.bind"})
 
 
 class Hang(BaseException):
-    """Raised in the middle of a case that takes too long; nothing in the product catches it."""
+    """Raised in the middle of a case that takes too long. Nothing in the product catches it."""
 
 
 @final
 class Guard:
-    """Watches one process. An audit hook can't be taken out again, so there is one guard in a process."""
+    """The watcher of one process. An audit hook cannot be removed, so a process has one guard.
+
+    Args:
+        allowed: folders in which a case may write.
+        seconds: limit on computing in a case.
+    """
 
     def __init__(self, *allowed: Path, seconds: float = SECONDS) -> None:
         self._allowed = (*(os.path.realpath(folder) + os.sep for folder in allowed), "/dev/null")
@@ -47,22 +52,22 @@ class Guard:
         self._active = False
         self._began = (0.0, 0.0)
         self.violations: list[str] = []
-        sys.addaudithook(self._saw)
-        signal.signal(signal.SIGALRM, self._rang)
-
-    def limit_memory(self) -> None:
-        """Bound the address space of the process from now on."""
-        used = _status("VmSize")
-        resource.setrlimit(resource.RLIMIT_AS, (used + ADDRESS_SPACE, resource.RLIM_INFINITY))
+        sys.addaudithook(self._on_event)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Run one case. ``violations`` lists afterwards what it did and must not do."""
+        """Watch one case. Afterwards, ``violations`` lists the forbidden things that it did.
+
+        Raises:
+            Hang: the case takes too long.
+        """
         self.violations = []
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = _status("VmRSS")
-        # The alarm reaches Python code only; the backstop ends the process when a library hangs.
-        faulthandler.dump_traceback_later(2 * PATIENCE * self._seconds, exit=True)
+        Path("/proc/self/clear_refs").write_text("5")  # start the peak again
+        before, limits = _status("VmRSS"), resource.getrlimit(resource.RLIMIT_AS)
+        # The alarm reaches Python code only; this ends the process when a library hangs.
+        faulthandler.dump_traceback_later(2 * PATIENCE * self._seconds, exit=True, file=sys.__stderr__)
+        handler = signal.signal(signal.SIGALRM, self._on_alarm)
+        resource.setrlimit(resource.RLIMIT_AS, (_status("VmSize") + ADDRESS_SPACE, limits[1]))
         signal.setitimer(signal.ITIMER_REAL, self._seconds, 1)
         self._began = (time.process_time(), time.monotonic())
         self._active = True
@@ -71,6 +76,8 @@ class Guard:
         finally:
             self._active = False
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+            resource.setrlimit(resource.RLIMIT_AS, limits)
             faulthandler.cancel_dump_traceback_later()
             growth = _status("VmHWM") - before
             if growth > MAX_GROWTH:
@@ -79,7 +86,7 @@ class Guard:
                 del sys.modules[CANARY]
                 self.violations.append("imported a module that a file names")
 
-    def _saw(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self._active:
             return
         found = None
@@ -94,7 +101,7 @@ class Guard:
         if found is not None:
             self.violations.append(f"{event} of {found}")
 
-    def _rang(self, number: int, frame: FrameType | None) -> None:
+    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
         del number, frame
         computed, passed = time.process_time() - self._began[0], time.monotonic() - self._began[1]
         if self._active and (computed >= self._seconds or passed >= PATIENCE * self._seconds):
@@ -113,7 +120,7 @@ class Guard:
 
 
 def _status(name: str) -> int:
-    """A figure of /proc/self/status, in bytes."""
+    """Return a value of /proc/self/status in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

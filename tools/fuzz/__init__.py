@@ -1,1 +1,0 @@
-"""Hostile input, thousands of times: ``python -m tools.fuzz``."""
