@@ -158,6 +158,11 @@ class RunCode:
     loss: OwnCode | None = None
 
     @property
+    def is_given(self) -> bool:
+        """Whether the run uses any own code."""
+        return self.model is not None or self.loss is not None
+
+    @property
     def repeatable(self) -> bool:
         """Whether a resumed run can know that it executes the same code."""
         return all(code is None or code.repeatable for code in (self.model, self.loss))

@@ -293,7 +293,7 @@ def test_a_model_that_the_engine_refuses_is_tried_once_and_again_when_it_changes
 ) -> None:
     tried: list[int] = []
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, own_code: bool) -> None:
         tried.append(1)
         raise PrivacyError("it mixes")
 

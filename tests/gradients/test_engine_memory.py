@@ -145,12 +145,13 @@ def test_what_a_share_made_of_itself_is_gone_before_the_next_one_is_compared_for
         parameter: Watched(everyone, alive) for parameter in model.parameters()
     }
 
-    def alone(*_: object) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    def alone(*_: object) -> dict[nn.Parameter, Tensor]:
+        return {value: torch.zeros_like(value) for value in model.parameters()}
 
     monkeypatch.setattr(separability, "_gradients_alone", alone)
     synthetic = next(rows(2).microbatches(2))
-    separability.compare_with_single_units(model, cross_entropy, synthetic, UnitGradients(layer_gradients, 0))
+    reference = separability.Reference(model, cross_entropy, synthetic)
+    separability.compare_with_single_units(reference, UnitGradients(layer_gradients, 0))
     assert alive == [4] * 8 + [4, 3, 2, 1]  # all norms, then sums for one unit and for the other
 
 

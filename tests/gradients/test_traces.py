@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -82,8 +82,9 @@ class Interrupting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # In an object of its own: attributes of a model that change make the engine examine it anew.
-        self.trap = SimpleNamespace(countdown=10**9, error=KeyboardInterrupt, late=False)
+        # In a function: settings of a model or of an object in it that change make the engine examine it again.
+        self.trap: Any = lambda: None
+        self.trap.countdown, self.trap.error, self.trap.late = 10**9, KeyboardInterrupt, False
 
     def tick(self) -> None:
         self.trap.countdown -= 1

@@ -228,6 +228,7 @@ def _stepped(session: Session) -> Sums:
         clip_norm=mechanism.clip_norm,
         clipping=mechanism.clipping,
         performance=session.config.performance,
+        own_code=session.code.is_given,
     )
     return {name: value.double().numpy() for name, value in known.gradients.items()}
 

@@ -10,7 +10,7 @@ Shapes: U units, R rows per unit.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -23,8 +23,8 @@ from dpvision.gradients.fast import NarrowLinear, weight_cache
 from dpvision.gradients.layer_gradient import Finish, LayerGradient
 from dpvision.gradients.ownership import parameter_owners, trainable_parameters
 from dpvision.gradients.per_unit import LossFunction, UnitGradients, attributes_restored, unit_gradients
-from dpvision.gradients.plan import Plan, plan_for
-from dpvision.gradients.separability import model_state, moving_state, refuse
+from dpvision.gradients.plan import Plan, check_faithful, plan_for
+from dpvision.gradients.separability import model_state, moving_state, refuse, synthetic_batch
 from dpvision.kernels.memory import GivingBack, give_back_freed_memory
 from dpvision.privacy.clipping import Clipper
 from dpvision.privacy.mechanism import Clipping
@@ -83,6 +83,7 @@ _MOST_IMAGES: Final = 512  # units of a micro-batch
 _MOST_FEATURE_ROWS: Final = 4096
 _EVEN: Final = 8  # whole multiples of it share evenly among threads
 _FEW: Final = 4
+_MOST_COMPARED: Final = 64  # units on which a user's code is compared with its proved graph
 _LARGE: Final = 1 << 25  # parameters from which on memory is given back to the system
 
 
@@ -129,7 +130,7 @@ def clipped_sum(
     batch = Rows(inputs, targets, rows_per_unit)
     performance = Performance(microbatch_size=microbatch_size)
     clipped = clipped_sum_of_batch(
-        model, loss_fn, batch, clip_norm=clip_norm, clipping=clipping, performance=performance
+        model, loss_fn, batch, clip_norm=clip_norm, clipping=clipping, performance=performance, own_code=True
     )
     dtypes = {name: parameter.dtype for name, parameter in trainable_parameters(model).items()}
     return ClippedSum({name: value.to(dtypes[name]) for name, value in clipped.gradients.items()}, clip_norm)
@@ -143,6 +144,7 @@ def clipped_sum_of_batch(
     clip_norm: float,
     clipping: Clipping = "flat",
     performance: Performance,
+    own_code: bool = True,
 ) -> ClippedSum:
     """Compute ``clipped_sum`` over a whole draw, in float64. An empty draw is a sum of zeros.
 
@@ -153,6 +155,7 @@ def clipped_sum_of_batch(
         clip_norm: L2 bound on one unit's contribution, above zero.
         clipping: the style of clipping.
         performance: speed and memory settings.
+        own_code: whether model and loss may be anyone's code; see ``plan_for``.
 
     Returns:
         The sum, by parameter name. Sensitive.
@@ -161,8 +164,8 @@ def clipped_sum_of_batch(
     """
     parameters = trainable_parameters(model)
     clip, totals = Clipper.for_parameters(parameters, clip_norm=clip_norm, clipping=clipping), Accumulator()
-    each = _each_microbatch(model, loss_fn, batch, performance)
-    with _unmoved(model), performance.chosen_kernels(), closing(each):
+    each = _each_microbatch(model, loss_fn, batch, performance, own_code=own_code)
+    with _float32(), _unmoved(model), performance.chosen_kernels(), closing(each):
         for microbatch, found in each:
             real_U = microbatch.row_weights_UR.ne(0).any(1)
             totals.add(found.layer_gradients, *clip.factors(found.layer_gradients, real_U))
@@ -177,7 +180,7 @@ def unclipped_sum_of_batch(
     For non-private baselines; it also shows what clipping costs.
     """
     totals = Accumulator()
-    each = _each_microbatch(model, loss_fn, batch, performance)
+    each = _each_microbatch(model, loss_fn, batch, performance, own_code=False)
     with _unmoved(model), performance.chosen_kernels(), closing(each):
         for microbatch, found in each:
             ones_U = microbatch.row_weights_UR.ne(0).any(1).to(torch.float64)
@@ -186,19 +189,24 @@ def unclipped_sum_of_batch(
 
 
 def _each_microbatch(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, performance: Performance
+    model: nn.Module, loss_fn: LossFunction, batch: Batch, performance: Performance, *, own_code: bool
 ) -> Generator[tuple[Microbatch, UnitGradients], None, None]:
     """Yield each micro-batch with its per-unit gradients."""
     first = next(batch.microbatches(1), None)
     if first is None:
         return
-    plan = plan_for(model, loss_fn, first, performance)
+    plan = plan_for(model, loss_fn, first, performance, own_code=own_code)
     network = plan.network(model)
     owners = parameter_owners(network, plan.overrides)
+    units = _microbatch_size(plan, network, first, performance)
+    if plan.proof is not None and units not in plan.proof.checked:
+        synthetic = synthetic_batch(first, units=max(2, min(units, _MOST_COMPARED)))
+        check_faithful(model, loss_fn, plan.proof, synthetic)
+        plan.proof.checked.add(units)
     with weight_cache(network):
-        for index, microbatch in enumerate(batch.microbatches(_microbatch_size(plan, network, first, performance))):
+        for index, microbatch in enumerate(batch.microbatches(units)):
             arranged = plan.arranged(microbatch)
-            found = unit_gradients(network, loss_fn, arranged, owners, plan.axes_by_module)
+            found = unit_gradients(network, plan.loss(loss_fn), arranged, owners, plan.axes_by_module)
             if index == 0 and _is_large(model):
                 give_back_freed_memory()  # the sums come next, and do not fit where activations were
             yield arranged, found
@@ -232,6 +240,16 @@ def _only_linear(network: nn.Module) -> bool:
     """Return whether nothing large can lie between the layers, because there are hardly any."""
     leaves = [module for module in network.modules() if not list(module.children())]
     return all(isinstance(leaf, (nn.Linear, NarrowLinear, nn.Flatten, nn.Identity)) for leaf in leaves)
+
+
+@contextmanager
+def _float32() -> Iterator[None]:
+    """Switch a surrounding autocast off: the norms of gradients in 16 bits are not exact."""
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def fast_plan(model: nn.Module, loss_fn: LossFunction, like: Microbatch, perform
     if _REFUSED.get(model) == key:
         return None
     try:
-        plan = plan_for(model, loss_fn, like, performance)
+        plan = plan_for(model, loss_fn, like, performance, own_code=False)
     except ArgumentError:
         raise  # settings that can't be met, such as native kernels
     except (PrivacyError, RuntimeError, ValueError):

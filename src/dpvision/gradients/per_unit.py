@@ -490,6 +490,8 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
     """Undo what the block writes into modules' attributes, such as a stored activation or a replaced buffer."""
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its attributes belong to the compiled code; a plan refuses it
         tables: tuple[dict[str, Any], ...] = (vars(module), module._buffers, module._parameters)
         before += [(table, dict(table)) for table in tables]
     try:

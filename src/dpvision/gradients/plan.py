@@ -19,13 +19,13 @@ from typing import Any, Final, NamedTuple, final
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_flatten
 
 from dpvision import kernels as native
 from dpvision.config import Performance
 from dpvision.errors import ArgumentError, DPVisionError, PrivacyError
-from dpvision.gradients.fast import frozen_values, fused_copy, weight_cache
+from dpvision.gradients.fast import frozen_callable, frozen_values, fused_copy, fused_graph, weight_cache
 from dpvision.gradients.ownership import (
     OwnershipOverrides,
     ParameterOwner,
@@ -43,21 +43,28 @@ from dpvision.gradients.per_unit import (
     unit_gradients,
     with_channels_last,
 )
+from dpvision.gradients.proved_graph import ProvedGraph, clear_refusals, losses_as_they_are, prove
 from dpvision.gradients.separability import (
     LOSS,
+    MIXING_REMEDY,
     Finding,
+    Reference,
     Trial,
     compare_with_single_units,
     evaluation_mode,
     find_mixing,
+    leaking_layers,
     mixing_units,
     model_restored,
     moving_state,
+    parameter_hooks,
     refuse,
     repeat_units,
     repeatable_randomness,
     synthetic_batch,
     try_forward,
+    unfaithful,
+    unfit_parts,
     wrong_gradients,
 )
 from dpvision.kernels.memory import give_back_freed_memory
@@ -79,6 +86,7 @@ class Plan:
         bytes_per_unit: memory that one unit needs.
         channels_last: whether images are laid out channels-last.
         fused_copy: a faster network with the same parameters, to be run in the model's place.
+        proof: the proved graph of a user's own code, which is run in its place; None for our own models.
     """
 
     overrides: OwnershipOverrides
@@ -86,13 +94,22 @@ class Plan:
     bytes_per_unit: int
     channels_last: bool
     fused_copy: nn.Module | None = None
+    proof: ProvedGraph | None = None
 
     def network(self, model: nn.Module) -> nn.Module:
-        """Return what is run in the model's place: the fused copy, or the model itself."""
-        return model if self.fused_copy is None else self.fused_copy
+        """Return what is run in the model's place: the fused copy, the proved graph, or the model itself."""
+        if self.fused_copy is not None:
+            return self.fused_copy
+        return model if self.proof is None else self.proof.network
+
+    def loss(self, loss_fn: LossFunction) -> LossFunction:
+        """Return the loss of what is run: a proved graph ends in its losses."""
+        return loss_fn if self.proof is None else losses_as_they_are
 
     def arranged(self, microbatch: Microbatch) -> Microbatch:
-        """Return the micro-batch in the memory format of the plan."""
+        """Return the micro-batch as the plan's network takes it, in its memory format."""
+        if self.proof is not None:
+            microbatch = self.proof.microbatch(microbatch)
         return with_channels_last(microbatch) if self.channels_last else microbatch
 
 
@@ -120,7 +137,12 @@ _CACHE: WeakKeyDictionary[nn.Module, _CachedPlan] = WeakKeyDictionary()
 
 
 def plan_for(
-    model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance | None = None
+    model: nn.Module,
+    loss_fn: LossFunction,
+    microbatch: Microbatch,
+    performance: Performance | None = None,
+    *,
+    own_code: bool = True,
 ) -> Plan:
     """Return the model's plan, made on first use and again whenever anything in ``plan_key`` changes.
 
@@ -130,24 +152,33 @@ def plan_for(
         microbatch: rows whose shape and type the model will be run on; their values are not used if the model gives
             finite losses for synthetic ones.
         performance: speed and memory settings.
+        own_code: whether model and loss may be anyone's code: then it is proved that rows do not influence each other,
+            and the proved graph is run. False for the models and losses of this package, whose proof is in the tests.
 
     Returns:
         A plan whose gradients were compared with those of single units.
 
     Raises:
-        PrivacyError: the model mixes units, changes its buffers, or its per-unit gradients cannot be computed.
+        PrivacyError: the model mixes units, changes its buffers, can't be traced, or its per-unit gradients cannot be
+            computed.
         ArgumentError: native kernels are required and not available.
     """
     performance = performance or Performance()
     with performance.chosen_kernels():
-        return _cached_plan(model, loss_fn, microbatch, performance)
+        return _cached_plan(model, loss_fn, microbatch, performance, own_code)
 
 
-def _cached_plan(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance) -> Plan:
-    key = plan_key(model, loss_fn, microbatch, performance)
+def _cached_plan(
+    model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance, own_code: bool
+) -> Plan:
+    key = (plan_key(model, loss_fn, microbatch, performance), own_code)
     known = _CACHE.get(model)
     if known is None or known.key != key:
-        found = _make_plan(model, loss_fn, microbatch, performance)
+        if own_code:
+            with clear_refusals():
+                found = _make_proved_plan(model, loss_fn, microbatch, performance)
+        else:
+            found = _make_plan(model, loss_fn, microbatch, performance)
         give_back_freed_memory()
         if not found.proved:
             # Nothing can be compared while gradients are not finite; such units contribute zero in any case.
@@ -160,12 +191,13 @@ def _cached_plan(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch
 def plan_key(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance) -> Any:
     """Return everything a plan, or its refusal, depends on; used as the cache key."""
     modules = tuple((name, id(module), module.training) for name, module in model.named_modules())
-    parameters = tuple((name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False))
+    held = model.named_parameters(remove_duplicate=False)
+    parameters = tuple((name, id(p), p.requires_grad, parameter_hooks(p)) for name, p in held)
     trees = tree_flatten((microbatch.inputs, microbatch.targets))
     leaves = tuple((x.shape[1:], x.dtype, x.device) if isinstance(x, Tensor) else None for x in trees[0])
     rows = (leaves, trees[1], microbatch.row_weights_UR.shape[1])
     speed = (performance.channels_last, performance.kernels, native.available())
-    return modules, parameters, rows, frozen_values(model), getattr(loss_fn, "__code__", loss_fn), speed
+    return modules, parameters, rows, frozen_values(model), frozen_callable(loss_fn), speed
 
 
 def _make_plan(
@@ -187,6 +219,69 @@ def _make_plan(
     return found
 
 
+def _make_proved_plan(
+    model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance
+) -> CheckedPlan:
+    """Prove that rows do not influence each other, and search for a plan that runs the proved graph."""
+    refuse(unfit_parts(model))
+    batch, trial = _batch_to_try(model, loss_fn, microbatch)
+    refuse(moving_state(model, trial.moved))
+    refuse(mixing_units(model, find_mixing(model, loss_fn, batch)))
+    with model_restored(model):
+        proof = prove(model, loss_fn, microbatch)
+    network, rows = proof.network, proof.microbatch(batch)
+    check_faithful(model, loss_fn, proof, batch)
+    random = trial.draws_random
+    found = find_plan(
+        network,
+        losses_as_they_are,
+        rows,
+        evaluate=False,
+        channels_last=performance.channels_last,
+        fused_copy=_fused_copy(network, rows, performance, proved=True),
+        reference=Reference(network, losses_as_they_are, rows, in_batch=True)
+        if random
+        else Reference(model, loss_fn, batch),
+    )
+    refuse(wrong_gradients(model, found.wrong))
+    _refuse_leaks(found.plan.network(network), rows, found.plan.overrides)
+    return replace(found, plan=replace(found.plan, proof=proof))
+
+
+def check_faithful(model: nn.Module, loss_fn: LossFunction, proof: ProvedGraph, microbatch: Microbatch) -> None:
+    """Refuse code whose losses are not those of its proved graph, on units of these shapes.
+
+    Raises:
+        PrivacyError: they differ.
+    """
+
+    def losses(rows: Microbatch) -> Tensor:
+        return proof.network(*proof.microbatch(rows).inputs)[: rows.rows]
+
+    if unfaithful(model, loss_fn, losses, microbatch):
+        raise PrivacyError(
+            "the model or the loss gives other results when it is called again, or for other numbers of rows: it keeps "
+            "state, draws random numbers outside of torch, or lets units mix. Make the result a function of row and "
+            "weights."
+        )
+
+
+def _refuse_leaks(network: nn.Module, rows: Microbatch, overrides: OwnershipOverrides) -> None:
+    """Refuse a network in which the loss of one unit has a gradient in the rows of another."""
+    units = rows.row_weights_UR.shape[0]
+    owners = parameter_owners(network, overrides)
+    for unit in range(units):
+        weights_UR = torch.zeros_like(rows.row_weights_UR)
+        weights_UR[unit] = rows.row_weights_UR[unit]
+        with repeatable_randomness(rows.device):
+            calls = run_captured(network, losses_as_they_are, replace(rows, row_weights_UR=weights_UR), owners)
+        layers = leaking_layers(calls, unit, units)
+        if layers:
+            raise PrivacyError(
+                f"{', '.join(layers)}: a unit's loss depends on the rows of another unit. {MIXING_REMEDY}"
+            )
+
+
 def _batch_to_try(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> tuple[Microbatch, Trial]:
     """Return synthetic units, or the first units as they are where the model gives no finite losses for those."""
     batch = synthetic_batch(microbatch, units=_UNITS)
@@ -200,17 +295,21 @@ def _batch_to_try(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatc
     return batch, try_forward(model, loss_fn, batch)
 
 
-def _fused_copy(model: nn.Module, batch: Microbatch, performance: Performance) -> nn.Module | None:
-    """Return the fused copy, where the settings and the inputs allow one."""
+def _fused_copy(
+    model: nn.Module, batch: Microbatch, performance: Performance, *, proved: bool = False
+) -> nn.Module | None:
+    """Return the fused copy of a model, or of a proved graph, where the settings and the inputs allow one."""
     kernels = performance.kernels
     if kernels == "native" and not native.available():
         raise ArgumentError(f"native kernels are not available: {native.reason()}. Choose kernels auto or plain.")
-    inputs = batch.inputs
+    inputs = batch.inputs[0] if proved else batch.inputs
     fits = isinstance(inputs, Tensor) and inputs.dtype == torch.float32 and inputs.device.type == "cpu"
     if kernels == "plain" or not performance.channels_last or not fits:
         return None
     if kernels == "auto" and not native.available():
         return None
+    if proved and isinstance(model, fx.GraphModule):
+        return fused_graph(model, compiled=kernels == "compiled")
     return fused_copy(model, compiled=kernels == "compiled")
 
 
@@ -222,6 +321,7 @@ def find_plan(
     evaluate: bool,
     channels_last: bool = True,
     fused_copy: nn.Module | None = None,
+    reference: Reference | None = None,
 ) -> CheckedPlan:
     """Search for a plan whose gradients are those of single units.
 
@@ -232,42 +332,54 @@ def find_plan(
         evaluate: whether to search in evaluation mode, for a model that draws random numbers.
         channels_last: whether the channels-last memory format may be used.
         fused_copy: a faster network that is tried first, and used only if it gives the model's gradients.
+        reference: what to compare with; the model itself, each unit alone, by default.
 
     Returns:
         The plan, with the parameters that no plan gets right.
     """
+    subject = _Subject(model, loss_fn, batch, reference or Reference(model, loss_fn, batch))
     with model_restored(model), repeatable_randomness(batch.device), evaluation_mode(model, when=evaluate):
         _call_shapes(model, loss_fn, batch, parameter_owners(model, OwnershipOverrides()), backward=False)
-        found = _try_fused_copy(model, fused_copy, loss_fn, batch)
-        return found or _try_formats(model, loss_fn, batch, channels_last=channels_last)
+        found = _try_fused_copy(subject, fused_copy)
+        return found or _try_formats(subject, channels_last=channels_last)
 
 
-def _try_fused_copy(
-    model: nn.Module, fused_copy: nn.Module | None, loss_fn: LossFunction, batch: Microbatch
-) -> CheckedPlan | None:
+@final
+@dataclass(frozen=True, eq=False)
+class _Subject:
+    """What a plan is searched for: the network to run, its loss, a few units, and what to compare with."""
+
+    model: nn.Module
+    loss_fn: LossFunction
+    batch: Microbatch
+    reference: Reference
+
+
+def _try_fused_copy(subject: _Subject, fused_copy: nn.Module | None) -> CheckedPlan | None:
     """Return the plan with the fused copy, if it works without overrides and gives the model's gradients."""
     if fused_copy is None:
         return None
     give_back_freed_memory()
-    plan = Plan(OwnershipOverrides(), {}, 0, _channels_last_pays(model), fused_copy)
+    plan = Plan(OwnershipOverrides(), {}, 0, _channels_last_pays(subject.model), fused_copy)
     try:
-        found = _try_plan(model, loss_fn, batch, plan)
+        found = _try_plan(subject, plan)
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, DPVisionError):
         return None  # the model itself is examined next, and refused there if it must be
     return None if found.wrong else found
 
 
-def _try_formats(model: nn.Module, loss_fn: LossFunction, batch: Microbatch, *, channels_last: bool) -> CheckedPlan:
+def _try_formats(subject: _Subject, *, channels_last: bool) -> CheckedPlan:
     """Use the faster memory format, unless the model can't take it: some reshape in ways that depend on it."""
+    batch = subject.batch
     images = batch.device.type == "cpu" and any(x.dim() == 4 for x in row_tensors(batch.inputs))
-    if channels_last and images and _channels_last_pays(model):
+    if channels_last and images and _channels_last_pays(subject.model):
         try:
-            found = _search_overrides(model, loss_fn, batch, channels_last=True)
+            found = _search_overrides(subject, channels_last=True)
         except RuntimeError:
             found = None
         if found is not None and not found.wrong:
             return found
-    return _search_overrides(model, loss_fn, batch, channels_last=False)
+    return _search_overrides(subject, channels_last=False)
 
 
 def _channels_last_pays(model: nn.Module) -> bool:
@@ -276,25 +388,26 @@ def _channels_last_pays(model: nn.Module) -> bool:
     return any(type(module) is not nn.Linear for module in owners)
 
 
-def _search_overrides(
-    model: nn.Module, loss_fn: LossFunction, batch: Microbatch, *, channels_last: bool
-) -> CheckedPlan:
+def _search_overrides(subject: _Subject, *, channels_last: bool) -> CheckedPlan:
     """Assign wrong parameters to modules further above until all gradients are right or nothing is left to try."""
     overrides = OwnershipOverrides()
     while True:
-        found = _try_plan(model, loss_fn, batch, Plan(overrides, {}, 0, channels_last))
-        further = _override_wrong(model, overrides, found.wrong) if found.wrong else None
+        found = _try_plan(subject, Plan(overrides, {}, 0, channels_last))
+        further = _override_wrong(subject, overrides, found.wrong) if found.wrong else None
         if further is None:
             return found
         overrides = further
 
 
-def _override_wrong(model: nn.Module, overrides: OwnershipOverrides, wrong: list[str]) -> OwnershipOverrides | None:
+def _override_wrong(subject: _Subject, overrides: OwnershipOverrides, wrong: list[str]) -> OwnershipOverrides | None:
     """Run the owner of each wrong parameter unit by unit, or if it is already, let the module above own it."""
-    parameters, owners = trainable_parameters(model), parameter_owners(model, overrides)
+    parameters, owners = trainable_parameters(subject.reference.model), parameter_owners(subject.model, overrides)
+    names = {parameter: name for name, parameter in trainable_parameters(subject.model).items()}
     moved, looped = dict(overrides.moved), set(overrides.looped)
-    for name in wrong:
-        mine = [owner for owner in owners if any(owned.parameter is parameters[name] for owned in owner.parameters)]
+    for name in (names.get(parameters[each]) for each in wrong):
+        mine = [owner for owner in owners if name and any(names[o.parameter] == name for o in owner.parameters)]
+        if name is None or not mine:
+            return None  # the network does not have it
         unlooped = {owner.name for owner in mine if owner.rule is None and not owner.looped}
         if unlooped:
             looped |= unlooped
@@ -318,19 +431,25 @@ def _module_above(names: list[str]) -> str | None:
     return ".".join(shared)
 
 
-def _try_plan(model: nn.Module, loss_fn: LossFunction, batch: Microbatch, plan: Plan) -> CheckedPlan:
+def _try_plan(subject: _Subject, plan: Plan) -> CheckedPlan:
     """Complete a plan with its axes and its memory, and compare its gradients with those of single units."""
-    network = plan.network(model)
+    network, loss_fn, batch = plan.network(subject.model), subject.loss_fn, subject.batch
     owners = parameter_owners(network, plan.overrides)
     arranged = plan.arranged(batch)
     axes_by_module, misfits = _find_axes(network, loss_fn, arranged, owners)
     plan = replace(plan, axes_by_module=axes_by_module)
     if misfits:
-        return CheckedPlan(plan, misfits, proved=False)
+        own = trainable_parameters(network)
+        names = {parameter: name for name, parameter in trainable_parameters(subject.reference.model).items()}
+        return CheckedPlan(plan, [names[own[name]] for name in misfits], proved=False)
     give_back_freed_memory()  # of other shapes: a large model's would lie beside what comes
     with weight_cache(network):
-        step = unit_gradients(network, loss_fn, arranged, owners, plan.axes_by_module)
-        found = compare_with_single_units(model, loss_fn, batch, step)
+        with repeatable_randomness(batch.device):
+            step = unit_gradients(network, loss_fn, arranged, owners, plan.axes_by_module)
+        reference = subject.reference
+        if reference.in_batch:
+            reference = replace(reference, microbatch=arranged)  # random numbers are drawn in the order of memory
+        found = compare_with_single_units(reference, step)
     units = batch.row_weights_UR.shape[0]
     plan = replace(plan, bytes_per_unit=(step.activation_bytes + found.held_bytes) // units)
     return CheckedPlan(plan, found.wrong, found.proved)

@@ -12,7 +12,7 @@ Shapes: U units, R rows per unit, N = U·R rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -26,11 +26,12 @@ from torch.utils._pytree import tree_leaves
 from dpvision.errors import PrivacyError, some_of
 from dpvision.gradients.layer_gradient import LayerGradient
 from dpvision.gradients.ownership import module_label, parameter_places, trainable_parameters
-from dpvision.gradients.per_unit import LossFunction, UnitGradients, attributes_restored, row_losses
+from dpvision.gradients.per_unit import CapturedCall, LossFunction, UnitGradients, attributes_restored, row_losses
 from dpvision.privacy.values import Microbatch, map_tensors
 
+LossesOfRows = Callable[[Microbatch], Tensor]
 LOSS: Final = "loss_fn"
-_BY_ROW: Final = "Replace it by a module that treats each row by itself, such as GroupNorm for BatchNorm."
+MIXING_REMEDY: Final = "Replace it by a module that treats each row by itself, such as GroupNorm for BatchNorm."
 # A mistake in the wiring is of order one. In float32, activations that flip at a kink alone make a few percent.
 _TOLERANCE: Final = {torch.float64: 1e-7, torch.float32: 0.1}
 # A gradient that is exactly zero has a norm of about this, because of what squares may lose by underflow.
@@ -97,7 +98,7 @@ def mixing_units(model: nn.Module, place: str | None) -> list[Finding]:
         return [Finding(module=LOSS, problem=problem, remedy=remedy)]
     named = [module_label(name, module) for name, module in model.named_modules() if _uses_batch_statistics(module)]
     problem = "mixes units: one unit's output depends on another unit's input"
-    return [Finding(module=label, problem=problem, remedy=_BY_ROW) for label in dict.fromkeys([place, *named])]
+    return [Finding(module=label, problem=problem, remedy=MIXING_REMEDY) for label in dict.fromkeys([place, *named])]
 
 
 def wrong_gradients(model: nn.Module, wrong: Iterable[str]) -> list[Finding]:
@@ -115,6 +116,36 @@ def wrong_gradients(model: nn.Module, wrong: Iterable[str]) -> list[Finding]:
         )
         for owner, names in by_module.items()
     ]
+
+
+def unfit_parts(model: nn.Module) -> list[Finding]:
+    """Return a finding for each kind of module or parameter that can't be traced or whose norms are not exact."""
+    compiled = [name or "the model" for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if compiled:
+        problem, remedy = (
+            "is compiled by torch.jit, so its operations can't be followed",
+            "Use the module it was made of.",
+        )
+        return [Finding(module=some_of(compiled, limit=3), problem=problem, remedy=remedy)]
+    found: list[Finding] = []
+    parameters = trainable_parameters(model)
+    wrong = [name for name, parameter in parameters.items() if parameter.dtype not in _TOLERANCE]
+    if wrong:
+        problem = f"{some_of(wrong, limit=3)} must be float32 or float64: norms in other types are not exact"
+        remedy = "Call model.float(); split complex numbers into two real ones."
+        found.append(Finding(module="the model", problem=problem, remedy=remedy))
+    hooked = [name for name, parameter in parameters.items() if parameter_hooks(parameter)]
+    if hooked:
+        problem = f"{some_of(hooked, limit=3)} has a hook on its gradient, which per-unit gradients do not pass"
+        remedy = "Remove the hook; change the loss instead."
+        found.append(Finding(module="the model", problem=problem, remedy=remedy))
+    return found
+
+
+def parameter_hooks(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the identities of the hooks on a parameter's gradient."""
+    tables = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return tuple(id(hook) for table in tables if table for hook in table.values())
 
 
 def _uses_batch_statistics(module: nn.Module) -> bool:
@@ -196,13 +227,13 @@ def _noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
 
 
 @contextmanager
-def repeatable_randomness(device: torch.device) -> Iterator[None]:
-    """Give every such block the same random numbers; the generators outside are untouched."""
+def repeatable_randomness(device: torch.device, *, seed: int = 0) -> Iterator[None]:
+    """Give every such block with the same seed the same random numbers; the generators outside are untouched."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(0)
+        torch.default_generator.manual_seed(seed)
         if devices:
-            torch.cuda.manual_seed(0)
+            torch.cuda.manual_seed(seed)
         yield
 
 
@@ -408,16 +439,41 @@ class Comparison:
     held_bytes: int
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What a step's gradients are compared with: each unit's own, by plain autograd.
+
+    Attributes:
+        model: the model whose parameters are compared; it need not be the network that makes the step.
+        loss_fn: one loss per row.
+        microbatch: the units, as ``model`` takes them.
+        in_batch: take a unit's gradient from its own loss in the whole batch, with the random numbers of that batch,
+            instead of from the unit alone. For a network that is proved to keep units apart and draws random numbers.
+    """
+
+    model: nn.Module
+    loss_fn: LossFunction
+    microbatch: Microbatch
+    in_batch: bool = False
+
+    def gradients(self, unit: int) -> dict[nn.Parameter, Tensor]:
+        """Return one unit's gradient of each trainable parameter."""
+        if not self.in_batch:
+            return _gradients_alone(self.model, self.loss_fn, self.microbatch, unit)
+        weights_UR = torch.zeros_like(self.microbatch.row_weights_UR)
+        weights_UR[unit] = self.microbatch.row_weights_UR[unit]
+        with torch.enable_grad(), repeatable_randomness(self.microbatch.device):
+            losses = row_losses(self.model, self.loss_fn, self.microbatch)
+        return _gradients_of(self.model, losses, weights_UR)
+
+
 @torch.no_grad()
-def compare_with_single_units(
-    model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, step: UnitGradients
-) -> Comparison:
-    """Compare a step's per-unit gradients with each unit alone in its batch, by plain autograd.
+def compare_with_single_units(reference: Reference, step: UnitGradients) -> Comparison:
+    """Compare a step's per-unit gradients with each unit's own, by plain autograd.
 
     Args:
-        model: the model, which need not be the network that made ``step``.
-        loss_fn: one loss per row.
-        microbatch: the units of the step.
+        reference: gives each unit's own gradients.
         step: per-unit gradients; used up here, so that they are not held beside each unit's own.
 
     Returns:
@@ -426,16 +482,16 @@ def compare_with_single_units(
     Raises:
         PrivacyError: the model cannot run on a single unit, so units depend on each other.
     """
-    units = microbatch.row_weights_UR.shape[0]
+    model, units = reference.model, reference.microbatch.row_weights_UR.shape[0]
     # Norms first, as in every step: some layer gradients take their sums from what the norms have formed.
     norms = {parameter: each.norms_sq().sqrt().tolist() for parameter, each in step.layer_gradients.items()}
     wrong, held, proved = set[str](), 0, True
     for unit in range(units):
-        alone = _gradients_alone(model, loss_fn, microbatch, unit)
+        alone = reference.gradients(unit)
         size = math.hypot(*(_length(gradient) for gradient in alone.values()))
         proved &= math.isfinite(size)
         for name, parameter in trainable_parameters(model).items():
-            layer_gradient, gradient = step.layer_gradients.get(parameter), alone.pop(name)
+            layer_gradient, gradient = step.layer_gradients.get(parameter), alone.pop(parameter)
             norm = 0.0 if layer_gradient is None else norms[parameter][unit]
             only = torch.zeros(units, dtype=torch.float64, device=gradient.device)
             only[unit] = 1.0
@@ -458,10 +514,11 @@ def _is_right(layer_gradient: LayerGradient | None, norm: float, alone: Tensor, 
     return _length(found.sub_(alone)) <= room and abs(norm - true_norm) <= room
 
 
-def _gradients_alone(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, unit: int) -> dict[str, Tensor]:
+def _gradients_alone(
+    model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, unit: int
+) -> dict[nn.Parameter, Tensor]:
     """Return the gradient of one unit's loss by plain autograd, the unit alone in its batch."""
     alone = single_unit(microbatch, unit)
-    parameters = trainable_parameters(model)
     with torch.enable_grad():
         try:
             losses = row_losses(model, loss_fn, alone)
@@ -469,13 +526,80 @@ def _gradients_alone(model: nn.Module, loss_fn: LossFunction, microbatch: Microb
             place = suspect_mixing(model, loss_fn, microbatch) or "the model"
             reason = " ".join(str(error).split()).rstrip(".")
             raise PrivacyError(
-                f"{place} can't take one unit by itself, so units depend on each other ({reason}). {_BY_ROW}"
+                f"{place} can't take one unit by itself, so units depend on each other ({reason}). {MIXING_REMEDY}"
             ) from error
+    return _gradients_of(model, losses, alone.row_weights_UR)
+
+
+def _gradients_of(model: nn.Module, losses: Tensor, weights_UR: Tensor) -> dict[nn.Parameter, Tensor]:
+    """Return the gradient of weighted losses."""
+    parameters = list(trainable_parameters(model).values())
     if not losses.requires_grad:
-        return {name: torch.zeros_like(parameter.detach()) for name, parameter in parameters.items()}
-    weights = alone.row_weights_UR.reshape(-1).to(losses.dtype)
-    found = torch.autograd.grad(losses, list(parameters.values()), weights, allow_unused=True, materialize_grads=True)
-    return dict(zip(parameters, found, strict=True))
+        return {parameter: torch.zeros_like(parameter.detach()) for parameter in parameters}
+    weights = weights_UR.reshape(-1).to(losses.dtype)
+    found = torch.autograd.grad(losses, parameters, weights, allow_unused=True, materialize_grads=True)
+    dense = (gradient.to_dense() if gradient.is_sparse else gradient for gradient in found)
+    return dict(zip(parameters, dense, strict=True))
+
+
+_TIMES: Final = (1.0, 10.0, 255.0, 1e4)
+
+
+def unfaithful(model: nn.Module, loss_fn: LossFunction, proved: LossesOfRows, microbatch: Microbatch) -> bool:
+    """Return whether a model's code computes other losses than its proved graph, on synthetic units.
+
+    Each of several calls has other random numbers, and one unit scaled by 1, 10, 255 or 10,000. A difference means
+    that the code keeps state, draws random numbers outside of torch, branches, or mixes units. The graph is what runs,
+    so this is not about privacy: a model must not silently train as something else.
+
+    Args:
+        model: the model.
+        loss_fn: one loss per row.
+        proved: from a micro-batch to the losses by the graph.
+        microbatch: the units to scale, in the number that is used.
+    """
+    rows = microbatch.row_weights_UR.shape[1]
+    for number, times in enumerate(_TIMES):
+        unit = number % microbatch.row_weights_UR.shape[0]
+        mine = slice(unit * rows, (unit + 1) * rows)
+
+        def scaled(x: Tensor, mine: slice = mine, times: float = times) -> Tensor:
+            if not x.is_floating_point():
+                return x
+            changed = x.clone()
+            changed[mine] *= times
+            return changed
+
+        batch = Microbatch(map_tensors(scaled, microbatch.inputs), microbatch.targets, microbatch.row_weights_UR)
+        found = []
+        for losses in (lambda rows: row_losses(model, loss_fn, rows), proved):
+            with torch.no_grad(), model_restored(model), repeatable_randomness(batch.device, seed=number):
+                found.append(losses(batch).double())
+        room = 1e-4 * (1 + found[1].abs().nan_to_num(0.0, 0.0, 0.0))
+        if not bool(
+            torch.where(found[0].isfinite() | found[1].isfinite(), (found[0] - found[1]).abs() <= room, True).all()
+        ):
+            return True
+    return False
+
+
+def leaking_layers(calls: Iterable[CapturedCall], unit: int, units: int) -> list[str]:
+    """Return the layers at which the loss of one unit has a gradient in rows of other units.
+
+    Args:
+        calls: captured calls of a backward pass in which only ``unit`` has a weight.
+        unit: the unit.
+        units: the number of units.
+    """
+    found: list[str] = []
+    for call in calls:
+        for gradient in call.gradients:
+            if gradient is not None and gradient.dim() and gradient.shape[0] % units == 0:
+                parts = gradient.unflatten(0, (units, -1)).flatten(1)
+                others = [index for index in range(units) if index != unit]
+                if parts.numel() and bool(parts[others].ne(0).any()):
+                    found.append(call.owner.label)
+    return list(dict.fromkeys(found))
 
 
 def _length(x: Tensor) -> float:

@@ -159,6 +159,7 @@ def private_step(
     privatizer: Privatizer,
     step: int,
     performance: Performance,
+    own_code: bool = True,
 ) -> None:
     """Take one private step.
 
@@ -170,6 +171,7 @@ def private_step(
         privatizer: charges and releases, with the mechanism, the ledger and the keys of the run.
         step: the index of the step, from zero.
         performance: speed and memory; without influence on the guarantee.
+        own_code: whether model and loss may be anyone's code, so that a proved graph must take their place.
 
     Raises:
         BudgetSpent: all planned steps are charged; nothing was released.
@@ -185,6 +187,7 @@ def private_step(
         clip_norm=mechanism.clip_norm,
         clipping=mechanism.clipping,
         performance=performance,
+        own_code=own_code,
     )
     privatizer.charge(batch.sampling, step=step)
     optimizer.step(privatizer.release(clipped, step=step))

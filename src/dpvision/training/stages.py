@@ -9,6 +9,7 @@ Everything here is decided on synthetic images, so that no private image decides
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -236,7 +237,7 @@ def choose_gradient_plans(
     inputs, targets = synthetic_like(splits, device)
     rows = required(config.data.rows_per_unit, "rows_per_unit") * config.views.count
     unit = torch.full((1, rows), 1 / rows, dtype=torch.float64, device=device)
-    decide = plan_for if config.privacy.enabled else fast_plan
+    decide = functools.partial(plan_for, own_code=code.is_given) if config.privacy.enabled else fast_plan
     for stage in stages:
         set_trained(model, stage)
         seen = inputs if stage.backbone is None else features_of(stage.backbone, inputs)
@@ -257,7 +258,7 @@ def check_units_separate(
         ArgumentError: the model can't be trained privately.
     """
     inputs, targets = synthetic_like(splits, device)
-    own = code.model is not None or code.loss is not None
+    own = code.is_given
     errors = code_errors("the model and its loss can't be trained") if own else shape_errors(splits.train.image_shape)
     with errors:
         findings = require_private_ready(model, loss_of(config, splits, code), inputs, targets)

@@ -217,6 +217,7 @@ def take_step(session: Session) -> None:
                 privatizer=session.privatizer,
                 step=step,
                 performance=performance,
+                own_code=session.code.is_given,
             )
     session.step += 1
     session.final = None

@@ -7,8 +7,10 @@ than its code has no fused copy, and neither has one with nothing to gain.
 
 from __future__ import annotations
 
+import functools
 import operator
 import random
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
@@ -70,27 +72,78 @@ _OWN: Final = frozenset(vars(nn.Module()))
 def frozen_values(model: nn.Module) -> tuple[Any, ...]:
     """Return everything that a graph of the model freezes: when any of it changes, the graph must be traced again.
 
-    Plain values and containers of them are compared by value, all else (buffers, tensors, objects, hooks) by identity.
-    Changes inside an object of the user's own are not seen.
+    Plain values, containers of them and objects of the user's own are compared by value, all else (buffers, functions)
+    by identity.
     """
-    return tuple(
-        (name, type(module), _has_hooks_itself(module), *_own_values(module)) for name, module in model.named_modules()
-    )
+    return tuple((name, type(module), *_own_values(module)) for name, module in model.named_modules())
+
+
+def frozen_callable(function: Any) -> Any:
+    """Return everything that a call of a function depends on: code, defaults, closure and bound object."""
+    if isinstance(function, functools.partial):
+        return frozen_callable(function.func), _frozen(function.args), _frozen(function.keywords)
+    if isinstance(function, nn.Module):
+        return id(function), frozen_values(function)
+    if isinstance(function, types.MethodType):
+        return frozen_callable(function.__func__), _frozen(function.__self__)
+    if isinstance(function, types.FunctionType):
+        cells = [_cell(cell) for cell in function.__closure__ or ()]
+        names = function.__code__.co_names
+        held = function.__globals__
+        outside = [(n, held[n]) for n in names if n in held and isinstance(held[n], _PLAIN)]
+        return (
+            function.__code__,
+            _frozen(function.__defaults__),
+            _frozen(function.__kwdefaults__),
+            tuple(cells),
+            tuple(outside),
+        )
+    return _frozen(function)
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        content = cell.cell_contents
+    except ValueError:
+        return None  # empty
+    return frozen_callable(content) if isinstance(content, types.FunctionType) else _frozen(content)
 
 
 def _own_values(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    yield from ((name, tuple(map(id, vars(module).get(name, {}).values()))) for name in _HOOKS)
     yield from ((name, _frozen(value)) for name, value in vars(module).items() if name not in _OWN)
     yield from ((name, id(buffer)) for name, buffer in module._buffers.items())
 
 
-def _frozen(value: Any) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple((_frozen(key), _frozen(item)) for key, item in value.items())
+_PLAIN: Final = (bool, int, float, str, bytes, complex, type(None))
+_DEEPEST: Final = 6  # objects inside of objects
+
+
+def _frozen(value: Any, depth: int = 0) -> Any:
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if depth < _DEEPEST and isinstance(value, (list, tuple, set, frozenset)):
+        return type(value), tuple(_frozen(item, depth + 1) for item in value)
+    if depth < _DEEPEST and isinstance(value, dict):
+        return tuple((_frozen(key, depth + 1), _frozen(item, depth + 1)) for key, item in value.items())
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if depth < _DEEPEST and _is_own_object(value):
+        return id(value), tuple((name, _frozen(item, depth + 1)) for name, item in _attributes_of(value))
     return id(value)
+
+
+def _is_own_object(value: Any) -> bool:
+    """Return whether a value is an object with settings of its own: no module, function or class, nothing of torch."""
+    kind = type(value)
+    opaque = isinstance(value, (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType))
+    return not opaque and not kind.__module__.startswith(("torch", "numpy", "builtins"))
+
+
+def _attributes_of(value: Any) -> list[tuple[str, Any]]:
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    held = [(name, getattr(value, name)) for name in slots if isinstance(name, str) and hasattr(value, name)]
+    return [*getattr(value, "__dict__", {}).items(), *held]
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -145,6 +198,24 @@ def fused_copy(model: nn.Module, *, compiled: bool = False) -> fx.GraphModule | 
     graph_module = traced(model)
     if graph_module is None or any(_writes_for_others(graph_module, node) for node in graph_module.graph.nodes):
         return None
+    return _fused(graph_module, compiled=compiled)
+
+
+def fused_graph(network: fx.GraphModule, *, compiled: bool = False) -> fx.GraphModule | None:
+    """Return a copy of a proved graph with fast layers in it, or None where nothing is to gain.
+
+    Args:
+        network: the network of a ``ProvedGraph``; it is not changed, and shares its parameters with the copy.
+        compiled: as for ``fused_copy``.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(network.graph, {}))
+    if any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in graph.nodes):
+        return None
+    return _fused(fx.GraphModule(network, graph), compiled=compiled)
+
+
+def _fused(graph_module: fx.GraphModule, *, compiled: bool) -> fx.GraphModule | None:
     made = _fuse_norms(graph_module, compiled=compiled)
     if not compiled:
         made += _replace_layers(graph_module)
