@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from model_cases import CLASSES, SIDE, Case, Own, RowMaker, cross_entropy, images, tokens, vectors
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
+
+from model_cases import CLASSES, SIDE, Case, Own, RowMaker, cross_entropy, images, tokens, vectors
 
 CLEAN: list[Case] = []
 """The table."""
@@ -206,8 +207,8 @@ class MobileBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(4, 12, 1), nn.GroupNorm(3, 12), nn.ReLU6(), nn.Conv2d(12, 12, 3, 1, 1, groups=12), nn.Hardsigmoid(),
-            nn.Conv2d(12, 4, 1),
+            nn.Conv2d(4, 12, 1), nn.GroupNorm(3, 12), nn.ReLU6(), nn.Conv2d(12, 12, 3, 1, 1, groups=12),
+            nn.Hardsigmoid(), nn.Conv2d(12, 4, 1),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
