@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,10 @@ SIDE = 8
 
 RowMaker = Callable[[int, torch.Generator], tuple[Any, Any]]
 """From a number of rows and a generator to inputs and targets."""
+
+
+CLEANUP = ExitStack()
+"""What cases change outside of their model is undone here; close it after each case."""
 
 
 def _nothing(model: nn.Module, loss_fn: Any) -> None:
