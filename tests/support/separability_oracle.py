@@ -1,15 +1,16 @@
 """Is somebody's own model refused, or is its clipped sum exact and separable? The judge of the tables of models.
 
-A case is called several times in a row on different rows, twice: as it is, and with one unit replaced in every batch. It
+A case is called several times in a row on different rows, and once more so with one unit replaced in every batch. It
 passes if it is refused in dpvision's own words, or if all of these hold.
 
 - Exact: the sum is that of single units, each alone in front of a fresh model, in float64.
 - Bounded: replacing one unit moves the sum by at most two clip norms, in every call; removing it by one.
 - Separable where there is randomness: with the same draws, what a unit adds does not depend on the other units.
 - One unit alone adds at most one clip norm, however large it is.
-- The caller's rows are as they were.
+- The caller's rows, the model's parameters, buffers and attributes are as they were.
 
-Nothing here uses the engine other than through ``dpvision.clipped_sum``.
+Nothing here uses the engine other than through ``dpvision.clipped_sum``. ``trusting_clipped_sum`` is an engine that
+checks nothing, to show that the judge notices.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._pytree import tree_leaves, tree_map
 
 import dpvision
 from dpvision.errors import ArgumentError, PrivacyError
+from dpvision.privacy.values import ClippedSum
 from model_cases import CLASSES, CLEANUP, Case, Own
 
 Gradients = dict[str, Tensor]
@@ -43,7 +46,9 @@ _FOREIGN = re.compile(
 )
 _NAMED = re.compile(r"loss_fn|loss|model|module|layer|operation|parameter|buffer|hook|inputs|targets|outputs|\w+\.\w+")
 _REMEDY = re.compile(
-    r"\b(Use|Replace|Return|Write|Move|Remove|Call|Put|Give|Pass|Keep|Draw|Set|Compute|Choose|Make|Do not|Train|Divide|Take|Store|Build|Convert|Let)\b"
+    r"\b(use|replace|return|write|move|remove|call|put|give|pass|keep|draw|set|compute|choose|make|do not|divide|take|"
+    r"store|build|convert|let|turn|train)\b",
+    re.IGNORECASE,
 )
 
 
@@ -152,6 +157,25 @@ def _judged(case: Case, trial: Trial) -> Verdict:
     return verdict
 
 
+def trusting_clipped_sum(
+    model: nn.Module, loss_fn: Any, inputs: Any, targets: Any, *, clip_norm: float, microbatch_size: int
+) -> ClippedSum:
+    """Clip and add the gradient of each loss of the batch, in the belief that it is one unit's."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    losses = loss_fn(_called(model, inputs), targets)
+    units = [
+        torch.autograd.grad(
+            loss, list(parameters.values()), retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        for loss in losses
+    ]
+    found = [
+        {name: g.detach().to_dense().to(_wide(g)) for name, g in zip(parameters, unit, strict=True)} for unit in units
+    ]
+    total = _clipped_and_added(found, {name: p.detach() for name, p in parameters.items()}, clip_norm)
+    return ClippedSum({name: value.to(parameters[name].dtype) for name, value in total.items()}, clip_norm)
+
+
 class _Run:
     """One fresh copy of a case and its calls, until it is refused."""
 
@@ -172,6 +196,7 @@ class _Run:
         if self.refusal is not None:
             return None
         inputs, targets = _copied(batch)
+        before = _state(self.own.model)
         _seed(1000 * self.trial.data + seed)
         try:
             found = dpvision.clipped_sum(
@@ -191,10 +216,34 @@ class _Run:
             return None
         if not all(torch.equal(a, b) for a, b in zip(tree_leaves((inputs, targets)), tree_leaves(batch), strict=True)):
             self.problems.append("the caller's rows were changed")
+        changed = _differences(before, _state(self.own.model))
+        if changed:
+            self.problems.append(f"the model was changed: {', '.join(changed)}")
         sums = {name: value.detach() for name, value in found.gradients.items()}
         if not all(torch.isfinite(value).all() for value in sums.values()):
             self.problems.append("the sum is not finite")
         return sums
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """Return copies of parameters and buffers, and the identities of attributes."""
+    state: dict[str, Any] = {name: value.detach().clone() for name, value in _tensors(model)}
+    for name, module in model.named_modules():
+        values = {} if isinstance(module, torch.jit.ScriptModule) else vars(module)
+        state.update({f"{name}.{key}": id(value) for key, value in values.items() if not key.startswith("_")})
+    return state
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, tensor) for name, tensor in tensors if not isinstance(tensor, UninitializedTensorMixin)]
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    def same(a: Any, b: Any) -> bool:
+        return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+
+    return [name for name in {**before, **after} if not same(before.get(name), after.get(name))]
 
 
 def _wrong_words(refusal: str) -> list[str]:
@@ -215,15 +264,22 @@ def _inexact(case: Case, call: int, found: Gradients, units: list[Gradients] | N
     """Compare a sum with that of single units."""
     if units is None:
         return [f"call {call}: accepted, though a row by itself has no gradient"]
-    true: Gradients = {name: torch.zeros_like(value, dtype=_wide(value)) for name, value in found.items()}
-    for gradient in units:
-        norm = _norm(gradient)
-        if math.isfinite(norm):
-            true = {name: so_far + min(1.0, clip_norm / norm if norm else 1.0) * gradient[name] for name, so_far in true.items()}
+    true = _clipped_and_added(units, found, clip_norm)
     error, size = _norm(_minus(found, true)), max(_norm(true), clip_norm)
     if not error <= (1e-2 if case.half else 1e-4) * size:
         return [f"call {call}: the sum is {error / size:.2g} of its norm off"]
     return []
+
+
+def _clipped_and_added(units: list[Gradients], like: Gradients, clip_norm: float) -> Gradients:
+    """Return the sum of the units' gradients, each scaled to the clip norm at most, without those not finite."""
+    total = {name: torch.zeros_like(value, dtype=_wide(value)) for name, value in like.items()}
+    for gradient in units:
+        norm = _norm(gradient)
+        if math.isfinite(norm):
+            factor = min(1.0, clip_norm / norm if norm else 1.0)
+            total = {name: so_far + factor * gradient[name] for name, so_far in total.items()}
+    return total
 
 
 def _not_removable(case: Case, trial: Trial, run: _Run, batch: tuple[Any, Any]) -> list[str]:
@@ -249,9 +305,11 @@ def _not_additive(case: Case, trial: Trial, run: _Run, batches: list[tuple[Any, 
             return ["whether it is refused depends on the data of one unit"]
         changes.append(_minus(left, right))
     error = _norm(_minus(*changes))
-    return [] if error <= 1e-4 * trial.rows * run.clip_norm else [
-        f"what a unit adds differs by {error / run.clip_norm:.2g} C with other units beside it"
-    ]
+    return (
+        []
+        if error <= 1e-4 * trial.rows * run.clip_norm
+        else [f"what a unit adds differs by {error / run.clip_norm:.2g} C with other units beside it"]
+    )
 
 
 def _unit_gradients(case: Case, trial: Trial, call: int, batch: tuple[Any, Any]) -> list[Gradients] | None:
@@ -298,7 +356,7 @@ def _fresh(case: Case, trial: Trial) -> Own:
     generator = torch.Generator().manual_seed(trial.weights)
     with torch.no_grad():
         for parameter in own.model.parameters():
-            if not isinstance(parameter, nn.UninitializedParameter):
+            if not isinstance(parameter, UninitializedTensorMixin):
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
     return own
 
@@ -376,7 +434,7 @@ def _is_complex(model: nn.Module) -> bool:
 def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - the models under trial use the old generator
+    np.random.seed(seed)
 
 
 @contextmanager
@@ -391,11 +449,11 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
 
 @contextmanager
 def _everything_restored() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - as above
+    python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
             CLEANUP.close()
             random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002 - as above
+            np.random.set_state(numpy)
