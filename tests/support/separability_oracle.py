@@ -44,7 +44,7 @@ FACTORS = (0.3, 1.0, 0.05, 3.0)
 _FOREIGN = re.compile(
     r"\n|Traceback|TORCH_LOGS|SymInt|symint|FakeTensor|functorch|torch\._|torch\.export|proxy|dispatch|GuardOn|Dim\(|<built-in"
 )
-_NAMED = re.compile(r"loss_fn|loss|model|module|layer|operation|parameter|buffer|hook|inputs|targets|outputs|\w \(\w+\)|\w\.\w")
+_NAMED = re.compile(r"loss|model|module|layer|operation|parameter|buffer|hook|inputs|targets|outputs|\w \(\w+\)|\w\.\w")
 _REMEDY = re.compile(
     r"\b(use|replace|return|write|move|remove|call|put|give|pass|keep|draw|set|compute|choose|make|do not|divide|take|"
     r"store|build|convert|let|turn|train)\b",
