@@ -99,8 +99,9 @@ def convolutions() -> Own:
 def one_and_three_dimensions() -> Own:
     return classifier(
         nn.Flatten(2), nn.Conv1d(3, 4, 5, padding=2), nn.ReLU(), nn.AvgPool1d(2), nn.Unflatten(1, (1, 4)),
-        nn.Unflatten(3, (4, 8)), nn.Conv3d(1, 3, 3, padding=1), nn.ReLU(), nn.AdaptiveMaxPool3d(1), nn.Flatten(),
-        nn.Linear(3, CLASSES),
+        nn.Unflatten(3, (4, 8)), nn.Conv3d(1, 3, 3, padding=1), nn.ReLU(), nn.ConvTranspose3d(3, 3, 2),
+        nn.AdaptiveMaxPool3d(1), nn.Flatten(2), nn.ConvTranspose1d(3, 2, 4), nn.AdaptiveAvgPool1d(2), nn.Flatten(),
+        nn.Linear(4, CLASSES),
     )  # fmt: skip
 
 
@@ -139,8 +140,9 @@ class Residual(nn.Module):
         self.shortcut = nn.Conv2d(before, after, 1, stride) if stride > 1 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norms[0](self.first(x)))
-        return F.relu(self.norms[1](self.second(y)) + self.shortcut(x))
+        y = self.norms[1](self.second(F.relu(self.norms[0](self.first(x)))))
+        y += self.shortcut(x)
+        return F.relu(y)
 
 
 @clean("resnet", "residual blocks with group normalisation")
@@ -298,6 +300,21 @@ def drop_path() -> Own:
     return Own(DropPath(), cross_entropy, images)
 
 
+class FlooredPath(StochasticDepth):
+    """The same by rounding down, as in models of Hugging Face."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        kept = 0.7 + torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype, device=x.device)
+        kept.floor_()
+        return self.head(x + self.branch(x).div(0.7) * kept)
+
+
+@clean("drop path by rounding", "a uniform draw for each row, rounded down in place", random=True)
+def floored_path() -> Own:
+    return Own(FlooredPath(), cross_entropy, images)
+
+
 class Noisy(StochasticDepth):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.stem(x + 0.1 * torch.randn_like(x)))
@@ -343,6 +360,22 @@ class Masked(nn.Module):
 @clean("masked mean", "where, masked_fill and a count of each row's own pixels")
 def masked() -> Own:
     return Own(Masked(), cross_entropy, images)
+
+
+class UnusedRange(Masked):
+    """Makes a range over the rows and does not use it, as attention masks of Hugging Face do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[0])[:, None, None] + 1
+        tokens = torch.arange(SIDE)[None, :, None]
+        everywhere, _ = torch.broadcast_tensors(tokens >= 0, tokens != 1)
+        del places
+        return super().forward(x * everywhere)
+
+
+@clean("a range over the rows that nothing uses", "dead code that looks at places")
+def unused_range() -> Own:
+    return Own(UnusedRange(), cross_entropy, images)
 
 
 class OwnStatistics(nn.Module):
