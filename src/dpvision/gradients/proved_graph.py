@@ -95,10 +95,11 @@ def clear_refusals() -> Iterator[None]:
     except DPVisionError:
         raise
     except Exception as error:
-        place = _place_in_user_code(error)
+        place, remedy = _place_in_user_code(error), "Use it on such rows outside of dpvision first."
+        if "reentrant" in str(error):
+            remedy = "Use checkpoint(..., use_reentrant=False)."
         raise ArgumentError(
-            f"the model or the loss{place} can't be run on rows of this shape and type ({type(error).__name__}). Check "
-            "that it takes them outside of dpvision."
+            f"the model or the loss{place} can't be run on rows of this shape and type ({type(error).__name__}). {remedy}"
         ) from error
 
 

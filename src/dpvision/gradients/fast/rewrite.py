@@ -75,7 +75,14 @@ def frozen_values(model: nn.Module) -> tuple[Any, ...]:
     Plain values, containers of them and objects of the user's own are compared by value, all else (buffers, functions)
     by identity.
     """
-    return tuple((name, type(module), *_own_values(module)) for name, module in model.named_modules())
+    return tuple((name, *_code_of(type(module)), *_own_values(module)) for name, module in model.named_modules())
+
+
+def _code_of(kind: type[nn.Module]) -> tuple[Any, Any]:
+    """Return a class and what its forward depends on, which a user may replace too."""
+    if kind.__module__.startswith(("torch.", "dpvision.")):
+        return kind, kind.forward
+    return kind, frozen_callable(kind.forward)
 
 
 def frozen_callable(function: Any) -> Any:
