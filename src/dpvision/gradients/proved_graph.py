@@ -99,7 +99,8 @@ def clear_refusals() -> Iterator[None]:
         if "reentrant" in str(error):
             remedy = "Use checkpoint(..., use_reentrant=False)."
         raise ArgumentError(
-            f"the model or the loss{place} can't be run on rows of this shape and type ({type(error).__name__}). {remedy}"
+            f"the model or the loss{place} can't be run on rows of this shape and type ({type(error).__name__}). "
+            f"{remedy}"
         ) from error
 
 
@@ -274,8 +275,17 @@ def _inlined(program: ExportedProgram) -> fx.Graph:
     graph = fx.Graph()
     values: dict[fx.Node, Any] = {}
     _inline_into(graph, program.graph_module, values, [])
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and not _has_effect(node.target):
+            graph.erase_node(node)  # not used by anything: libraries prepare masks that they do not need
     graph.lint()
     return graph
+
+
+def _has_effect(target: Any) -> bool:
+    """Return whether an operation does more than return a value: writes, or draws random numbers."""
+    tags = getattr(target, "tags", ())
+    return bool(written(target)) or torch.Tag.nondeterministic_seeded in tags
 
 
 def _inline_into(graph: fx.Graph, source: fx.GraphModule, values: dict[fx.Node, Any], given: list[Any]) -> Any:

@@ -85,35 +85,37 @@ def _code_of(kind: type[nn.Module]) -> tuple[Any, Any]:
     return kind, frozen_callable(kind.forward)
 
 
-def frozen_callable(function: Any) -> Any:
-    """Return everything that a call of a function depends on: code, defaults, closure and bound object."""
+def frozen_callable(function: Any, depth: int = 0) -> Any:
+    """Return everything that a call of a function depends on: code, defaults, closure and bound object.
+
+    Args:
+        function: a function, method, partial, module or other callable object.
+        depth: how many functions and objects it is inside of; beyond a few, only its identity counts.
+    """
+    if depth >= _DEEPEST:
+        return id(function)
     if isinstance(function, functools.partial):
-        return frozen_callable(function.func), _frozen(function.args), _frozen(function.keywords)
+        parts = (function.args, function.keywords)
+        return frozen_callable(function.func, depth + 1), *(_frozen(part, depth + 1) for part in parts)
     if isinstance(function, nn.Module):
         return id(function), frozen_values(function)
     if isinstance(function, types.MethodType):
-        return frozen_callable(function.__func__), _frozen(function.__self__)
+        return frozen_callable(function.__func__, depth + 1), _frozen(function.__self__, depth + 1)
     if isinstance(function, types.FunctionType):
-        cells = [_cell(cell) for cell in function.__closure__ or ()]
-        names = function.__code__.co_names
         held = function.__globals__
-        outside = [(n, held[n]) for n in names if n in held and isinstance(held[n], _PLAIN)]
-        return (
-            function.__code__,
-            _frozen(function.__defaults__),
-            _frozen(function.__kwdefaults__),
-            tuple(cells),
-            tuple(outside),
-        )
-    return _frozen(function)
+        outside = tuple((n, held[n]) for n in function.__code__.co_names if n in held and isinstance(held[n], _PLAIN))
+        settings = (_frozen(part, depth + 1) for part in (function.__defaults__, function.__kwdefaults__))
+        cells = (_cell(cell, depth + 1) for cell in function.__closure__ or ())
+        return function.__code__, *settings, *cells, outside
+    return _frozen(function, depth)
 
 
-def _cell(cell: Any) -> Any:
+def _cell(cell: Any, depth: int) -> Any:
     try:
         content = cell.cell_contents
     except ValueError:
         return None  # empty
-    return frozen_callable(content) if isinstance(content, types.FunctionType) else _frozen(content)
+    return frozen_callable(content, depth) if isinstance(content, types.FunctionType) else _frozen(content, depth)
 
 
 def _own_values(module: nn.Module) -> Iterator[tuple[Any, Any]]:
