@@ -30,6 +30,7 @@ class _Subject(NamedTuple):
     in_channels: int
     side: int
     num_classes: int
+    own_code: bool = False
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -138,8 +139,13 @@ def _inspect(subject: _Subject) -> list[Finding]:
         remedy = f"{problem[1]} For other images: --in-channels, --image-size, --num-classes."
         return [Finding(module="the model", problem=problem[0], remedy=remedy)]
     if maps is not None:
-        return inspect_model(subject.model, image_shape=subject.image_shape, num_classes=subject.num_classes)
-    return check_model(subject.model, _map_loss, inputs, targets)
+        return inspect_model(
+            subject.model,
+            image_shape=subject.image_shape,
+            num_classes=subject.num_classes,
+            own_code=subject.own_code,
+        )
+    return check_model(subject.model, _map_loss, inputs, targets, own_code=subject.own_code)
 
 
 def _map_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -177,7 +183,7 @@ def _find(
         shape = in_channels or DEFAULT_CHANNELS, side or DEFAULT_SIDE, side or DEFAULT_SIDE
         classes = num_classes or DEFAULT_CLASSES
         own = create_own(load_code(name, kind="model"), num_classes=classes, image_shape=shape, seed=0)
-        return _Subject(own, shape[0], shape[1], classes)
+        return _Subject(own, shape[0], shape[1], classes, own_code=True)
     from dpvision.models import create, entry
 
     found = entry(name)

@@ -542,7 +542,13 @@ def _rows_per_entry(small: torch.Size | None, large: torch.Size | None, rows: tu
 
 
 def check_model(
-    model: nn.Module, loss_fn: LossFunction, inputs: RowTree, targets: RowTree, *, rows_per_unit: int = 1
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: RowTree,
+    targets: RowTree,
+    *,
+    rows_per_unit: int = 1,
+    own_code: bool = True,
 ) -> list[Finding]:
     """Examine whether a model with this loss can be trained privately; the model is left as it was.
 
@@ -552,10 +558,12 @@ def check_model(
         inputs: a few rows, at least those of one unit: a tensor, or a dict, tuple or list of tensors.
         targets: as many targets.
         rows_per_unit: neighbouring rows that belong to one unit.
+        own_code: whether model and loss may be anyone's code, so that a proof is needed; see ``plan_for``.
 
     Returns:
-        Everything found: mixing units, moving buffers, wrong gradients, losses that don't split into rows (fatal);
-        frozen and unused parameters (not fatal).
+        Everything found: mixing units, code that can't be proved to keep rows apart, moving buffers, wrong gradients,
+        losses that don't split into rows (fatal); frozen and unused parameters, and how the proof was found (not
+        fatal).
 
     Raises:
         ArgumentError: there is no complete unit, or not one target per row.
@@ -563,6 +571,9 @@ def check_model(
     Guarantee: without a fatal finding, the engine's gradients of these rows are those of single units.
     """
     rows = _rows_to_check(inputs, targets, rows_per_unit)
+    unfit = unfit_parts(model) if own_code else []
+    if unfit:
+        return unfit
     idle = list(_idle_parameters(model))
     try:
         trial = try_forward(model, loss_fn, rows)
@@ -580,11 +591,38 @@ def check_model(
     if not mixing and trainable_parameters(model):
         findings += _check_gradients(model, loss_fn, rows, draws_random=trial.draws_random)
         findings += _unused_parameters(model, loss_fn, rows)
+    if own_code and not any(finding.fatal for finding in findings):
+        findings += proof_findings(model, loss_fn, rows)
     return findings
 
 
+def proof_findings(model: nn.Module, loss_fn: LossFunction, rows: Microbatch) -> list[Finding]:
+    """Return how it was proved that no row influences another, or the refusal (fatal).
+
+    Args:
+        model: the model.
+        loss_fn: one loss per row.
+        rows: rows of the shapes in use.
+    """
+    try:
+        with clear_refusals(), model_restored(model):
+            proof = prove(model, loss_fn, rows)
+            check_faithful(model, loss_fn, proof, rows)
+    except DPVisionError as error:
+        problem, remedy = _problem_and_remedy(error)
+        return [Finding(module="the model", problem=problem, remedy=remedy)]
+    problem = f"no row influences another: proved by following {proof.operations} operations of its graph"
+    return [Finding(module="the model", problem=problem, remedy="This graph is what a step runs.", fatal=False)]
+
+
 def require_private_ready(
-    model: nn.Module, loss_fn: LossFunction, inputs: RowTree, targets: RowTree, *, rows_per_unit: int = 1
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: RowTree,
+    targets: RowTree,
+    *,
+    rows_per_unit: int = 1,
+    own_code: bool = True,
 ) -> list[Finding]:
     """Run ``check_model`` and refuse a model with fatal findings.
 
@@ -594,6 +632,7 @@ def require_private_ready(
         inputs: a few rows.
         targets: as many targets.
         rows_per_unit: rows of one unit.
+        own_code: whether a proof is needed.
 
     Returns:
         The findings that are not fatal.
@@ -601,7 +640,7 @@ def require_private_ready(
     Raises:
         PrivacyError: names all fatal findings.
     """
-    findings = check_model(model, loss_fn, inputs, targets, rows_per_unit=rows_per_unit)
+    findings = check_model(model, loss_fn, inputs, targets, rows_per_unit=rows_per_unit, own_code=own_code)
     refuse(findings, saying="the model is not ready for private training: ")
     return findings
 

@@ -261,7 +261,7 @@ def check_units_separate(
     own = code.is_given
     errors = code_errors("the model and its loss can't be trained") if own else shape_errors(splits.train.image_shape)
     with errors:
-        findings = require_private_ready(model, loss_of(config, splits, code), inputs, targets)
+        findings = require_private_ready(model, loss_of(config, splits, code), inputs, targets, own_code=own)
     frozen = [finding for finding in findings if finding.problem.startswith(FROZEN)]
     if len(frozen) <= MOST_FROZEN:
         return findings
@@ -270,11 +270,13 @@ def check_units_separate(
     return [whole, *(finding for finding in findings if finding not in frozen)]
 
 
-def inspect_model(model: nn.Module, *, image_shape: tuple[int, int, int], num_classes: int) -> list[Finding]:
+def inspect_model(
+    model: nn.Module, *, image_shape: tuple[int, int, int], num_classes: int, own_code: bool = True
+) -> list[Finding]:
     """List what prevents training ``model`` privately as a classifier, and what is worth knowing."""
     inputs, targets = synthetic_rows(image_shape, num_classes, "cpu")
     with shape_errors(image_shape):
-        return check_model(model, classification_loss, inputs, targets)
+        return check_model(model, classification_loss, inputs, targets, own_code=own_code)
 
 
 def loss_of(config: RunConfig, splits: RunSplits, code: RunCode = NO_CODE) -> RowLoss:
