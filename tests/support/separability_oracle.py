@@ -7,7 +7,8 @@ passes if it is refused in dpvision's own words, or if all of these hold.
 - Bounded: replacing one unit moves the sum by at most two clip norms, in every call; removing it by one.
 - Separable where there is randomness: with the same draws, what a unit adds does not depend on the other units.
 - One unit alone adds at most one clip norm, however large it is.
-- The caller's rows, the model's parameters, buffers and attributes are as they were.
+- The caller's rows, the model's parameters, buffers and attributes are as they were, and the model does what a fresh
+  one does, wherever else it keeps state.
 
 Nothing here uses the engine other than through ``dpvision.clipped_sum``. ``trusting_clipped_sum`` is an engine that
 checks nothing, to show that the judge notices.
@@ -154,6 +155,7 @@ def _judged(case: Case, trial: Trial) -> Verdict:
         if alone is not None and not _norm(alone) - _rounding(case, alone) <= clip_norm * (1 + 1e-6):
             verdict.problems.append(f"one unit alone adds {_norm(alone) / clip_norm:.7f} C")
     verdict.problems += [problem for problem in exact.problems if problem not in verdict.problems]
+    verdict.problems += _not_fresh(case, trial, exact.own, batches[-1])
     return verdict
 
 
@@ -291,6 +293,24 @@ def _not_removable(case: Case, trial: Trial, run: _Run, batch: tuple[Any, Any]) 
     moved = _norm(_minus(before, after)) - _rounding(case, before, after)
     within = moved <= run.clip_norm * (1 + 1e-5)
     return [] if within else [f"removing a unit moves the sum by {moved / run.clip_norm:.2f} C"]
+
+
+def _not_fresh(case: Case, trial: Trial, used: Own, batch: tuple[Any, Any]) -> list[str]:
+    """Call the model itself, as its owner would, and compare it with a fresh one: the calls left no trace."""
+
+    def losses(own: Own) -> Tensor:
+        inputs, targets = _copied(batch)
+        _seed(trial.data)
+        return own.loss_fn(_called(own.model, inputs), targets).detach()
+
+    try:
+        found = losses(used)
+        fresh = _fresh(case, trial)
+        fresh.between(fresh.model, fresh.loss_fn)
+        true = losses(fresh)
+    except Exception as error:  # noqa: BLE001 - whatever escapes is a trace
+        return [f"the model cannot be called any more: {type(error).__name__}"]
+    return [] if torch.equal(found, true) else ["the model does not do what it did before the calls"]
 
 
 def _not_additive(case: Case, trial: Trial, run: _Run, batches: list[tuple[Any, Any]]) -> list[str]:
