@@ -70,6 +70,11 @@ def test_a_clean_model_is_accepted_and_its_sum_is_exact(case: Case) -> None:
     assert verdict == Verdict(), case.why
 
 
+@pytest.mark.parametrize("case", of(CLEAN, ("cnn with dropout", "vit", "two inputs and two outputs")))
+def test_a_clean_model_is_exact_for_units_of_several_rows(case: Case) -> None:
+    assert judge(case, Trial(rows=12, rows_per_unit=3)) == Verdict(), case.why
+
+
 @pytest.mark.parametrize("case", of(HOSTILE, QUICK_HOSTILE))
 def test_a_hostile_model_is_refused_or_exact_and_separable(case: Case) -> None:
     assert judge(case, Trial(rows=rows_for(case))).problems == [], case.why

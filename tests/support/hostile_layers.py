@@ -72,6 +72,11 @@ normed(
 normed("batch norm with frozen parameters", BATCH_NORM, lambda: FrozenBatchNorm(4))
 normed("batch norm with momentum zero", "the buffers do not move", lambda: nn.BatchNorm2d(4, momentum=0.0))
 normed("batch norm that updates in evaluation mode", STATE, lambda: EvalStatistics(4).eval())
+normed(
+    "batch norm of vectors",
+    BATCH_NORM,
+    lambda: nn.Sequential(nn.Flatten(2), nn.BatchNorm1d(4), nn.Unflatten(2, (6, 6))),
+)
 normed("synchronised batch norm", BATCH_NORM, lambda: nn.SyncBatchNorm(4))
 normed("lazy batch norm", "its parameters do not exist yet", nn.LazyBatchNorm2d)
 normed("functional batch norm", BATCH_NORM, lambda: Applied(lambda x: F.batch_norm(x, None, None, training=True)))
