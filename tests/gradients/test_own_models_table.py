@@ -70,6 +70,11 @@ def test_a_clean_model_is_accepted_and_its_sum_is_exact(case: Case) -> None:
     assert verdict == Verdict(), case.why
 
 
+@pytest.mark.parametrize("case", of(CLEAN, ("cnn with dropout", "vit", "two inputs and two outputs")))
+def test_a_clean_model_is_exact_for_units_of_several_rows(case: Case) -> None:
+    assert judge(case, Trial(rows=12, rows_per_unit=3)) == Verdict(), case.why
+
+
 @pytest.mark.parametrize("case", of(HOSTILE, QUICK_HOSTILE))
 def test_a_hostile_model_is_refused_or_exact_and_separable(case: Case) -> None:
     assert judge(case, Trial(rows=rows_for(case))).problems == [], case.why
@@ -98,8 +103,14 @@ def test_every_hostile_model_is_refused_or_separable_with_any_weights(case: Case
 
 # ----------------------------------------------------------------------------------------------------- the judge itself
 
-# Neither a batch of one nor a sum over losses shows these to an engine that trusts; they fool engines of other designs.
-BLIND = ("honest", "the outputs are separable", "proved once, changed afterwards")
+# An engine that trusts computes these right: they are honest, or they fool engines of other designs.
+TRUSTED_WHY = ("honest", "the outputs are separable", "proved once, changed afterwards")
+TRUSTED = (
+    "autograd function: custom vmap rule", "mixing if not contiguous, convolutions", "mixing by the caller's name",
+    "loss: rows in another order", "loss: losses sorted", "loss: has parameters of its own",
+    "hook: a parameter hook that scales",
+)  # fmt: skip
+FOUND = [case for case in HOSTILE if not (case.why.startswith(TRUSTED_WHY) or case.name in TRUSTED)]
 
 
 def trusted(case: Case, trial: Trial, monkeypatch: pytest.MonkeyPatch) -> Verdict:
@@ -175,7 +186,7 @@ def test_the_judge_finds_foreign_errors_and_refusals_without_a_remedy(monkeypatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", of([case for case in HOSTILE if not case.why.startswith(BLIND)]))
+@pytest.mark.parametrize("case", of(FOUND))
 def test_the_judge_finds_every_hostile_model_in_a_trusting_engine(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     trials = (Trial(weights=w, data=w % 5, rows=rows, calls=3) for w, rows in enumerate((8, 33, 17, 64, 5, 8, 8, 8)))
     assert any(trusted(case, trial, monkeypatch).problems for trial in trials)

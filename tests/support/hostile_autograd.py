@@ -9,7 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hostile_table import BACKWARD, HOSTILE, JIT, STATE, STATISTIC, WIDTH, Mix, Sandwich, hostile, linear_own, mixes
+from hostile_table import (
+    BACKWARD,
+    HOSTILE,
+    JIT,
+    STATE,
+    STATISTIC,
+    WIDTH,
+    WRONG_ROW,
+    Mix,
+    Sandwich,
+    hostile,
+    linear_own,
+    mixes,
+)
 from model_cases import CLASSES, Case, Own
 
 # -------------------------------------------------------------------------------------------- custom autograd functions
@@ -258,12 +271,12 @@ def _traced(module: nn.Module) -> nn.Module:
     return torch.jit.trace(module, torch.randn(3, WIDTH))
 
 
-compiled("jit: scripted, honest", JIT, Plain, torch.jit.script)
+compiled("jit: scripted, honest", f"honest: {JIT}", Plain, torch.jit.script)
 compiled("jit: scripted, mixing", JIT, PlainMixing, torch.jit.script)
-compiled("jit: scripted, rows moved and put back", JIT, PlainMoving, torch.jit.script)
+compiled("jit: scripted, rows moved and put back", WRONG_ROW, PlainMoving, torch.jit.script)
 compiled("jit: scripted, mixing from 5 rows on", JIT, ScriptedBranch, torch.jit.script)
-compiled("jit: traced, honest", JIT, Plain, _traced)
+compiled("jit: traced, honest", f"honest: {JIT}", Plain, _traced)
 compiled("jit: traced, mixing", JIT, PlainMixing, _traced)
-compiled("jit: traced, rows moved and put back", JIT, PlainMoving, _traced)
+compiled("jit: traced, rows moved and put back", WRONG_ROW, PlainMoving, _traced)
 compiled("fx: traced, honest", "honest: a graph as a module", Plain, torch.fx.symbolic_trace)
 compiled("fx: traced, mixing", "a graph as a module", PlainMixing, torch.fx.symbolic_trace)

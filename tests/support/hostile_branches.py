@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hostile_table import BRANCH, COIN, WATCHED, Mix, Sandwich, hostile, linear_own, mixes
+from hostile_table import BRANCH, COIN, WATCHED, Mix, Sandwich, conv_own, hostile, linear_own, mixes
 from model_cases import SIDE, Own, cross_entropy, images
 
 # ------------------------------------------------------------------------------------------------- branches on all rows
@@ -41,7 +41,7 @@ def _tried(x: Tensor) -> Tensor:
         return x
 
 
-for _k in (2, 3, 4, 5, 6, 8, 9, 16, 17, 32, 33):
+for _k in range(2, 34):
     mixes(f"mixing from {_k} rows on", BRANCH, _from(_k))
 mixes("mixing from 5 rows on, by len", BRANCH, _if(lambda x: len(x) >= 5))
 mixes("mixing from 5 rows on, by size", BRANCH, _if(lambda x: x.size(0) > 4))
@@ -73,6 +73,28 @@ mixes("branch on equality of tensors", BRANCH, _if(lambda x: torch.equal(x, x.cl
 mixes("branch on allclose", BRANCH, _if(lambda x: torch.allclose(x, x.clamp(max=0.8)), lambda x: x / 255))
 mixes("branch on numpy", BRANCH, _if(lambda x: x.detach().numpy().max() > 0.8, lambda x: x / 255))
 mixes("through numpy", "numpy is outside of every trace", lambda x: x - torch.from_numpy(x.detach().numpy().mean(0)))
+
+
+class InputMixup(nn.Module):
+    """Mixup of the images themselves, as in a training script that was moved into the model."""
+
+    def __init__(self, share: Callable[[], Any]) -> None:
+        super().__init__()
+        self.share, self.body = share, Sandwich(lambda x: x, conv=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = self.share() if self.training else 0.0
+        return self.body((1 - share) * x + share * x.flip(0))
+
+
+@hostile("mixup of the images by Python's coin", COIN, random=True, refused=True)
+def python_input_mixup() -> Own:
+    return conv_own(InputMixup(lambda: 0.4 if random.random() < 0.3 else 0.0))
+
+
+@hostile("mixup of the images by torch's coin", COIN, random=True)
+def torch_input_mixup() -> Own:
+    return conv_own(InputMixup(lambda: 0.4 * (torch.rand(()) < 0.3)))
 
 
 class ScaledImages(nn.Module):

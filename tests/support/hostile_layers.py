@@ -72,6 +72,11 @@ normed(
 normed("batch norm with frozen parameters", BATCH_NORM, lambda: FrozenBatchNorm(4))
 normed("batch norm with momentum zero", "the buffers do not move", lambda: nn.BatchNorm2d(4, momentum=0.0))
 normed("batch norm that updates in evaluation mode", STATE, lambda: EvalStatistics(4).eval())
+normed(
+    "batch norm of vectors",
+    BATCH_NORM,
+    lambda: nn.Sequential(nn.Flatten(2), nn.BatchNorm1d(4), nn.Unflatten(2, (6, 6))),
+)
 normed("synchronised batch norm", BATCH_NORM, lambda: nn.SyncBatchNorm(4))
 normed("lazy batch norm", "its parameters do not exist yet", nn.LazyBatchNorm2d)
 normed("functional batch norm", BATCH_NORM, lambda: Applied(lambda x: F.batch_norm(x, None, None, training=True)))
@@ -168,7 +173,7 @@ words("embedding with mixed rows", WRONG_ROW, lambda: Words(lambda x: x.flip(0))
 words("bag of rows", "honest: two dimensions, one bag per row", lambda: Bag(-1))
 words("bag with offsets", "honest, but rows are known by offsets only", lambda: Bag(0))
 words("bag with shifted offsets", "bags begin inside of another row", lambda: Bag(2))
-words("sparse bag with offsets", "offsets and a sparse gradient", lambda: Bag(0, sparse=True, mode="sum"))
+words("sparse bag with offsets", "honest: offsets and a sparse gradient", lambda: Bag(0, sparse=True, mode="sum"))
 
 
 class Complex(nn.Module):
@@ -184,7 +189,7 @@ class Complex(nn.Module):
         return self.head((self.mix(self.first(x)).to(weight.dtype) @ weight).abs())
 
 
-@hostile("complex parameters", "a complex gradient has two numbers per entry")
+@hostile("complex parameters", "honest: a complex gradient has two numbers per entry")
 def complex_parameters() -> Own:
     return linear_own(Complex())
 
@@ -278,7 +283,8 @@ def half(name: str, dtype: torch.dtype, mix: Mix | None, *, conv: bool) -> None:
 
         return Own(model, lambda o, y: cross_entropy(o.float() if o.dtype == dtype else o, y), rows)
 
-    HOSTILE.append(Case(name, "sums of 16-bit numbers lose what small units add", make, half=True))
+    why = "sums of 16-bit numbers lose what small units add"
+    HOSTILE.append(Case(name, why if mix else f"honest: {why}", make, half=True))
 
 
 half("bfloat16", torch.bfloat16, None, conv=False)

@@ -467,7 +467,7 @@ def counting_loss() -> Own:
     return linear_own(nn.Linear(WIDTH, CLASSES), loss_fn=Counting())
 
 
-@hostile("loss: reads the model's parameters", "a penalty in every row's loss is part of every gradient")
+@hostile("loss: reads the model's parameters", "honest: a penalty in every row's loss is part of every gradient")
 def penalised_loss() -> Own:
     model = nn.Linear(WIDTH, CLASSES)
     return linear_own(model, loss_fn=lambda o, y: cross_entropy(o, y) + model.weight.square().sum())

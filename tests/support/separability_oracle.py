@@ -7,7 +7,8 @@ passes if it is refused in dpvision's own words, or if all of these hold.
 - Bounded: replacing one unit moves the sum by at most two clip norms, in every call; removing it by one.
 - Separable where there is randomness: with the same draws, what a unit adds does not depend on the other units.
 - One unit alone adds at most one clip norm, however large it is.
-- The caller's rows, the model's parameters, buffers and attributes are as they were.
+- The caller's rows, the model's parameters, buffers and attributes are as they were, and the model does what a fresh
+  one does, wherever else it keeps state.
 
 Nothing here uses the engine other than through ``dpvision.clipped_sum``. ``trusting_clipped_sum`` is an engine that
 checks nothing, to show that the judge notices.
@@ -61,12 +62,19 @@ class Trial:
         data: seed of the rows.
         rows: rows of each batch.
         calls: calls in a row, each with other rows.
+        rows_per_unit: rows of one unit; ``rows`` is a multiple of it.
     """
 
     weights: int = 0
     data: int = 0
     rows: int = 8
     calls: int = 3
+    rows_per_unit: int = 1
+
+    @property
+    def units(self) -> int:
+        """Units of each batch."""
+        return self.rows // self.rows_per_unit
 
     @property
     def extremes(self) -> tuple[float, float]:
@@ -79,9 +87,13 @@ class Trial:
         return FACTORS[self.weights % len(FACTORS)]
 
     @property
-    def unit(self) -> int:
-        """Which unit is replaced."""
-        return (self.weights + self.rows // 2) % self.rows
+    def replaced(self) -> slice:
+        """The rows of the unit that is replaced."""
+        return self.rows_of((self.weights + self.units // 2) % self.units)
+
+    def rows_of(self, unit: int) -> slice:
+        """Return the rows of a unit."""
+        return slice(unit * self.rows_per_unit, (unit + 1) * self.rows_per_unit)
 
 
 @dataclass
@@ -117,9 +129,9 @@ def _judged(case: Case, trial: Trial) -> Verdict:
 
     verdict = Verdict()
     one = _Run(case, trial, clip_norm)
-    sums = [one.call(call, _replaced(batch, trial.unit, trial.extremes[0])) for call, batch in enumerate(batches)]
+    sums = [one.call(call, _replaced(batch, trial.replaced, trial.extremes[0])) for call, batch in enumerate(batches)]
     two = _Run(case, trial, clip_norm)
-    others = [two.call(call, _replaced(batch, trial.unit, trial.extremes[1])) for call, batch in enumerate(batches)]
+    others = [two.call(call, _replaced(batch, trial.replaced, trial.extremes[1])) for call, batch in enumerate(batches)]
     verdict.refusal = one.refusal or two.refusal
     verdict.problems += one.problems + two.problems
     if (one.refusal is None) != (two.refusal is None):
@@ -150,28 +162,21 @@ def _judged(case: Case, trial: Trial) -> Verdict:
     verdict.problems += _not_removable(case, trial, exact, batches[-1]) if not case.random else []
     verdict.problems += _not_additive(case, trial, exact, batches) if case.random and len(batches) > 1 else []
     for scale in (1.0, 1e4):
-        alone = exact.again(_replaced(_only(batches[-1], trial.unit), 0, scale), rows=1)
+        alone = exact.again(_replaced(_only(batches[-1], trial.replaced), slice(None), scale), units=1)
         if alone is not None and not _norm(alone) - _rounding(case, alone) <= clip_norm * (1 + 1e-6):
             verdict.problems.append(f"one unit alone adds {_norm(alone) / clip_norm:.7f} C")
     verdict.problems += [problem for problem in exact.problems if problem not in verdict.problems]
+    verdict.problems += _not_fresh(case, trial, exact.own, batches[-1])
     return verdict
 
 
 def trusting_clipped_sum(
-    model: nn.Module, loss_fn: Any, inputs: Any, targets: Any, *, clip_norm: float, microbatch_size: int
+    model: nn.Module, loss_fn: Any, inputs: Any, targets: Any, *, clip_norm: float, **_: int
 ) -> ClippedSum:
     """Clip and add the gradient of each loss of the batch, in the belief that it is one unit's."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     losses = loss_fn(_called(model, inputs), targets)
-    units = [
-        torch.autograd.grad(
-            loss, list(parameters.values()), retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        for loss in losses
-    ]
-    found = [
-        {name: g.detach().to_dense().to(_wide(g)) for name, g in zip(parameters, unit, strict=True)} for unit in units
-    ]
+    found = [_gradient(loss, parameters) for loss in losses]
     total = _clipped_and_added(found, {name: p.detach() for name, p in parameters.items()}, clip_norm)
     return ClippedSum({name: value.to(parameters[name].dtype) for name, value in total.items()}, clip_norm)
 
@@ -191,7 +196,7 @@ class _Run:
             self.own.between(self.own.model, self.own.loss_fn)
         return self.again(batch, seed=call)
 
-    def again(self, batch: tuple[Any, Any], *, seed: int = 0, rows: int | None = None) -> Gradients | None:
+    def again(self, batch: tuple[Any, Any], *, seed: int = 0, units: int | None = None) -> Gradients | None:
         """Return one sum, with the same random draws for the same seed; None from the first refusal on."""
         if self.refusal is not None:
             return None
@@ -205,7 +210,8 @@ class _Run:
                 inputs,
                 targets,
                 clip_norm=self.clip_norm,
-                microbatch_size=rows or self.trial.rows,
+                rows_per_unit=self.trial.rows_per_unit,
+                microbatch_size=units or self.trial.units,
             )
         except (PrivacyError, ArgumentError) as error:
             self.refusal = str(error)
@@ -284,7 +290,8 @@ def _clipped_and_added(units: list[Gradients], like: Gradients, clip_norm: float
 
 def _not_removable(case: Case, trial: Trial, run: _Run, batch: tuple[Any, Any]) -> list[str]:
     """Remove one unit: the sum moves by one clip norm at most."""
-    kept = [row for row in range(trial.rows) if row != trial.unit]
+    removed = range(trial.rows)[trial.replaced]
+    kept = [row for row in range(trial.rows) if row not in removed]
     before, after = run.again(batch), run.again(tree_map(lambda x: x[kept], batch))
     if before is None or after is None:
         return ["whether it is refused depends on the number of rows"]
@@ -293,13 +300,31 @@ def _not_removable(case: Case, trial: Trial, run: _Run, batch: tuple[Any, Any]) 
     return [] if within else [f"removing a unit moves the sum by {moved / run.clip_norm:.2f} C"]
 
 
+def _not_fresh(case: Case, trial: Trial, used: Own, batch: tuple[Any, Any]) -> list[str]:
+    """Call the model itself, as its owner would, and compare it with a fresh one: the calls left no trace."""
+
+    def losses(own: Own) -> Tensor:
+        inputs, targets = _copied(batch)
+        _seed(trial.data)
+        return own.loss_fn(_called(own.model, inputs), targets).detach()
+
+    try:
+        found = losses(used)
+        fresh = _fresh(case, trial)
+        fresh.between(fresh.model, fresh.loss_fn)
+        true = losses(fresh)
+    except Exception as error:  # noqa: BLE001 - whatever escapes is a trace
+        return [f"the model cannot be called any more: {type(error).__name__}"]
+    return [] if torch.equal(found, true) else ["the model does not do what it did before the calls"]
+
+
 def _not_additive(case: Case, trial: Trial, run: _Run, batches: list[tuple[Any, Any]]) -> list[str]:
     """With the same draws, what replacing a unit changes does not depend on the other units."""
     one, other = batches[:2]
-    unit = trial.unit
+    unit = trial.replaced
     changes: list[Gradients] = []
     for batch in (one, other):
-        with_one, with_other = _with_row(batch, unit, one), _with_row(batch, unit, other)
+        with_one, with_other = _with_unit(batch, unit, one), _with_unit(batch, unit, other)
         left, right = run.again(with_one, seed=7), run.again(with_other, seed=7)
         if left is None or right is None:
             return ["whether it is refused depends on the data of one unit"]
@@ -316,7 +341,8 @@ def _unit_gradients(case: Case, trial: Trial, call: int, batch: tuple[Any, Any])
     """Return each unit's gradient, alone in front of a fresh model: in float64, or as it is where that fails."""
     for dtype in (torch.float64, None):
         try:
-            return [_unit_gradient(case, trial, call, _only(batch, unit), dtype) for unit in range(trial.rows)]
+            units = (_only(batch, trial.rows_of(unit)) for unit in range(trial.units))
+            return [_unit_gradient(case, trial, call, unit, dtype) for unit in units]
         except Exception:  # noqa: BLE001, S112 - a model may be unable to do either; the judge knows what that means
             continue
     return None
@@ -337,8 +363,15 @@ def _unit_gradient(case: Case, trial: Trial, call: int, unit: tuple[Any, Any], d
         outputs = _called(model, inputs)
         loss = own.loss_fn(outputs, targets).mean()
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
-    return {name: g.detach().to_dense().to(_wide(g)) for name, g in zip(parameters, gradients, strict=True)}
+        return _gradient(loss, parameters)
+
+
+def _gradient(loss: Tensor, parameters: dict[str, nn.Parameter]) -> Gradients:
+    """Return the gradient of one number in float64; the graph is kept for the next one."""
+    found = torch.autograd.grad(
+        loss, list(parameters.values()), retain_graph=True, allow_unused=True, materialize_grads=True
+    )
+    return {name: g.detach().to_dense().to(_wide(g)) for name, g in zip(parameters, found, strict=True)}
 
 
 def _called(model: nn.Module, inputs: Any) -> Any:
@@ -366,7 +399,7 @@ def _rows(case: Case, trial: Trial, call: int) -> tuple[Any, Any]:
     return _fresh(case, trial).rows(trial.rows, generator)
 
 
-def _replaced(batch: tuple[Any, Any], unit: int, scale: float) -> tuple[Any, Any]:
+def _replaced(batch: tuple[Any, Any], unit: slice, scale: float) -> tuple[Any, Any]:
     """Return the batch with another unit in one place: its inputs scaled, its target another one."""
     if scale == 1.0:
         return batch
@@ -387,11 +420,11 @@ def _replaced(batch: tuple[Any, Any], unit: int, scale: float) -> tuple[Any, Any
     return tree_map(inputs, batch[0]), tree_map(targets, batch[1])
 
 
-def _only(batch: tuple[Any, Any], unit: int) -> tuple[Any, Any]:
-    return tree_map(lambda x: x[unit : unit + 1], batch)
+def _only(batch: tuple[Any, Any], unit: slice) -> tuple[Any, Any]:
+    return tree_map(lambda x: x[unit], batch)
 
 
-def _with_row(batch: tuple[Any, Any], unit: int, other: tuple[Any, Any]) -> tuple[Any, Any]:
+def _with_unit(batch: tuple[Any, Any], unit: slice, other: tuple[Any, Any]) -> tuple[Any, Any]:
     """Return the batch with one unit of another batch."""
 
     def changed(x: Tensor, y: Tensor) -> Tensor:
