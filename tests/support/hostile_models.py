@@ -11,6 +11,7 @@ import hostile_autograd  # noqa: F401 - importing fills the table
 import hostile_branches  # noqa: F401
 import hostile_layers  # noqa: F401
 import hostile_losses  # noqa: F401
+import hostile_memory  # noqa: F401
 import hostile_rows  # noqa: F401
 import hostile_state  # noqa: F401
 from hostile_table import HOSTILE

@@ -279,16 +279,21 @@ def follow(call: Call) -> State:
     Raises:
         MixesRows: the operation lets rows meet, or has no rule.
     """
-    found = _without_rows if _has_no_rows(call) else rule_of(call.node.target)
+    target: Any = call.node.target
+    found = _without_rows if _has_no_rows(call) and _is_computed(target) else rule_of(target)
     if found is None:
         raise MixesRows("is not an operation that can be followed")
+    if operation_name(target) not in _SIZED and any(map(is_symbolic, call.node.all_input_nodes)):
+        raise MixesRows("computes with the number of rows")
     state = found(call)
     call.axis.check(state, call.value)
-    for name in written(call.node.target):
-        target = call.states[call[name]]
-        if isinstance(target, Unset):
+    for name in written(target):
+        if name != "self":
+            raise MixesRows(f"writes into its argument {name}")
+        before = call.states[call[name]]
+        if isinstance(before, Unset):
             continue  # the caller notes that it is filled now
-        if target != state:
+        if before != state:
             raise MixesRows("writes rows into a tensor that has none, or has them elsewhere")
     return state
 
@@ -297,6 +302,20 @@ def _has_no_rows(call: Call) -> bool:
     """Return whether neither an argument nor a size in the result depends on the rows or on their number."""
     nodes = call.node.all_input_nodes
     return all(not is_symbolic(node) and call.states.get(node, FREE) == FREE for node in nodes) and bool(nodes)
+
+
+_SIZED: Final = frozenset(
+    "view reshape _unsafe_view unflatten expand broadcast_to repeat tile zeros ones full rand randn randint new_zeros "
+    "new_ones new_full empty new_empty arange slice narrow".split()
+)
+"""Operations that may take the number of rows, as a size: the shape of the result shows what they did with it."""
+
+
+def _is_computed(target: Any) -> bool:
+    """Return whether an operation is ATen's, and no entry of its result is memory that held something else before."""
+    name = operation_name(target)
+    is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    return is_aten and "empty" not in name and "resize" not in name and name not in ("set", "as_strided")
 
 
 def _without_rows(call: Call) -> State:
@@ -356,6 +375,8 @@ def overwrite(call: Call) -> State:
     if not written(call.node.target):
         return elementwise(call)
     before = call.states[call["self"]]
+    if isinstance(before, RowNumbers):
+        raise MixesRows("overwrites the numbers of the rows")
     state = before.filled if isinstance(before, Unset) else before
     for name in call.arguments:
         if name != "self":
@@ -371,6 +392,8 @@ def filled_like(call: Call) -> State:
     """Follow a new tensor of an argument's shape, whose entries depend on nothing."""
     call.numbers_only("fill_value", "high", "low")
     state = call.states[call["self"]]
+    if isinstance(state, RowNumbers):
+        return Rows(0)
     return state.filled if isinstance(state, Unset) else state
 
 
@@ -604,6 +627,7 @@ def stack(call: Call) -> State:
 def along(call: Call) -> State:
     """Follow an operation along some dimensions, which keeps the shape."""
     given = call["dims"] if call["dims"] is not None else call["dim"]
+    call.only_rows()  # what diff puts before or behind must have its rows in the same place
     return _for_each_result(call, _kept(call, _dims(given, call.rank("self"))))
 
 
@@ -897,7 +921,8 @@ def attention(call: Call) -> State:
     rank = call.rank("query")
     states = {call.state(name) for name in ("query", "key", "value")}
     state = next(iter(states))
-    if len(states) != 1 or (isinstance(state, Rows) and state.dim >= rank - 2):
+    ranks = {call.rank(name) for name in ("query", "key", "value")}
+    if len(states) != 1 or len(ranks) != 1 or (isinstance(state, Rows) and state.dim >= rank - 2):
         raise MixesRows("lets rows attend to each other")
     mask = call.state("attn_mask")
     if isinstance(mask, Rows):
@@ -956,12 +981,15 @@ def index(call: Call) -> State:
     if not isinstance(state, Rows):
         return FREE
     dims = [dim for dim, each in enumerate(indices) if each is not None]
-    if state.dim in dims or any(each.meta["val"].dtype == torch.bool for each in tensors):
+    if state.dim in dims or any(each.meta["val"].dtype in _MASKS for each in tensors):
         raise MixesRows("takes rows by an index")
     if dims != list(range(dims[0], dims[0] + len(dims))):
         raise MixesRows("is indexed in dimensions that are not neighbours")
     added = max(each.meta["val"].dim() for each in tensors)
     return Rows(state.dim if state.dim < dims[0] else state.dim - len(dims) + added, state.outer, state.inner)
+
+
+_MASKS: Final = (torch.bool, torch.uint8)
 
 
 def _is_row_numbers(call: Call, node: fx.Node) -> bool:
@@ -977,7 +1005,7 @@ def _own_entries(call: Call, state: State, indices: list[Any]) -> State:
         and None not in indices
         and all(each in (Rows(0), FREE) for each in others)
         and all(len(call.shape_of(each)) <= 1 for each in indices)
-        and all(each.meta["val"].dtype != torch.bool for each in indices)
+        and all(each.meta["val"].dtype not in _MASKS for each in indices)
     )
     if not fits:
         raise MixesRows("takes rows by an index")
@@ -986,7 +1014,7 @@ def _own_entries(call: Call, state: State, indices: list[Any]) -> State:
 
 def _table(call: Call, state: State, indices: list[Any]) -> State:
     """``table[labels]``: for each row an entry of a table that does not depend on the rows."""
-    if state != FREE or len(indices) != 1 or indices[0].meta["val"].dtype == torch.bool:
+    if state != FREE or len(indices) != 1 or indices[0].meta["val"].dtype in _MASKS:
         raise MixesRows("is indexed by the rows")
     return call.state_of(indices[0])
 

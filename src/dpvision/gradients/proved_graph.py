@@ -494,6 +494,8 @@ class _Builder:
             if isinstance(self._states[root], Unset):
                 self._states[root] = self._states[node]
                 self._states[arguments_of(node)[name]] = self._states[node]
+            if isinstance(self._states[node], Rows) and self._states[root] == FREE:
+                raise MixesRows("writes rows into memory that they share")
             if root.op == "placeholder":
                 spec, path = self._spec(root)
                 what = "its inputs" if spec.kind == InputKind.USER_INPUT else path.removeprefix("model.")
@@ -503,7 +505,7 @@ class _Builder:
         """Return a node that computes a multiple of the number of rows."""
         try:
             factor = self._rows_axis.multiple(node.meta["val"])
-        except (MixesRows, AttributeError):
+        except (MixesRows, AttributeError, TypeError):
             raise self._refusal(node, "computes with the number of rows") from None
         return self._rows if factor == 1 else self._graph.call_function(operator.mul, (self._rows, factor))
 
@@ -569,6 +571,7 @@ class _Builder:
         weights = {n: self._tensor(v) for n, v in named.items() if isinstance(v, fx.Node) and v is not x}
         key = (
             node.target,
+            x.meta["val"].dim(),
             tuple((n, id(v)) for n, v in weights.items()),
             repr({n: v for n, v in named.items() if not isinstance(v, fx.Node)}),
         )
@@ -737,7 +740,7 @@ def _size(x: Tensor) -> int:
 
 def _ordinary_form(target: Any) -> Any:
     """Return the form of an in-place operation that makes a new tensor, or None."""
-    if not written(target):
+    if written(target) != ["self"]:
         return None
     packet = getattr(torch.ops.aten, operation_name(target), None)
     overload = target._schema.overload_name or "default"
