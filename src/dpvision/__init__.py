@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dpvision.privacy.values import ClippedSum, PrivateGrad
     from dpvision.release.verify import verify
     from dpvision.training import resume_training, train
-    from dpvision.training.own_loop import PrivateRun
+    from dpvision.training.private_run import PrivateRun
 
 __version__ = "0.1.0"
 __all__ = [
@@ -45,7 +45,7 @@ _HOMES = {
     "Guarantee": "privacy.mechanism",
     "Mechanism": "privacy.mechanism",
     "PrivateGrad": "privacy.values",
-    "PrivateRun": "training.own_loop",
+    "PrivateRun": "training.private_run",
     "Privatizer": "privacy.private_step",
     "RunConfig": "config",
     "check_model": "gradients.plan",

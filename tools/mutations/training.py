@@ -76,8 +76,8 @@ TRAINING = (
         ("fresh keys replay a charged step", "replays and keys is not None", "replays"),
     ),
     *mutations(
-        "training/test_own_loop",
-        "training/own_loop.py",
+        "training/test_private_run",
+        "training/private_run.py",
         (
             "a batch is used twice",
             "        if batch.step != self.steps_taken:\n            raise",
@@ -87,7 +87,7 @@ TRAINING = (
         ("batches may be passed over", "            if self.steps_taken == step:", "            if False:"),
     ),
     *mutations(
-        "training/test_own_loop",
+        "training/test_private_run",
         "privacy/torch_optimizer.py",
         ("an optimizer step outside passes", "        if not self._inside:", "        if False:"),
         ("leftover gradients pass", "        if filled:", "        if False:"),

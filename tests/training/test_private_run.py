@@ -14,7 +14,7 @@ import dpvision
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.privacy.ledger import charges_of, read_ledger
 from dpvision.release.verify import verify
-from dpvision.training.own_loop import PrivateRun
+from dpvision.training.private_run import PrivateRun
 
 SOURCE = Path(dpvision.__file__).parent
 X, Y = torch.randn(60, 4, generator=torch.Generator().manual_seed(1)), torch.arange(60) % 2
