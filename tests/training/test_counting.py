@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from dpvision.cli import app
 from dpvision.config import RunConfig, parse_config
 from dpvision.errors import ArgumentError, DPVisionError
+from dpvision.privacy import noise
 from dpvision.privacy.randomness import Keys
 from dpvision.training import prepare as counting
 from dpvision.training import train
@@ -28,10 +29,10 @@ def pictures(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **more: Any) -> Any:
         raise AssertionError("the units were counted")
 
-    monkeypatch.setattr(counting, "standard_normals", counted)
+    monkeypatch.setattr(counting, "noisy_count", counted)
 
 
 def config_of(source: Path, **sections: Any) -> RunConfig:
@@ -79,7 +80,7 @@ def test_a_declared_number_may_have_noise_and_a_target(pictures: Path, nobody_co
 
 
 def test_a_count_far_from_the_truth_is_not_called_declared(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting, "standard_normals", lambda key, count: [20.0])
+    monkeypatch.setattr(noise, "standard_normals", lambda key, count: [20.0])
     for privacy, words in (({}, "was counted with noise as"), ({"num_units": 500}, "is declared as 500")):
         notes = prepare(config_of(pictures, privacy=privacy), Keys.from_seed(1)).notes
         assert [words in note for note in notes] == [True], notes

@@ -76,23 +76,6 @@ TRAINING = (
         ("fresh keys replay a charged step", "replays and keys is not None", "replays"),
     ),
     *mutations(
-        "training/test_private_run",
-        "training/private_run.py",
-        (
-            "a batch is used twice",
-            "        if batch.step != self.steps_taken:\n            raise",
-            "        if False:\n            raise",
-        ),
-        ("a batch of another run passes", "or not batch.belongs_to(self)", ""),
-        ("batches may be passed over", "            if self.steps_taken == step:", "            if False:"),
-    ),
-    *mutations(
-        "training/test_private_run",
-        "privacy/torch_optimizer.py",
-        ("an optimizer step outside passes", "        if not self._inside:", "        if False:"),
-        ("leftover gradients pass", "        if filled:", "        if False:"),
-    ),
-    *mutations(
         "privacy/test_values",
         "privacy/values.py",
         ("anybody makes a private gradient", "        if proof is not PROOF_OF_NOISE:", "        if False:"),

@@ -69,6 +69,7 @@ def load_model(run: Path, *, model: object | None = None) -> ReleasedModel:
     Guarantee: no code is executed that ``model`` does not name.
     """
     folder = RunFolder.open(run)
+    folder.require_loop(own=False)
     path = folder.release / CERTIFICATE
     certificate = parse_object(read_file(path), name=str(path))
     config = parse_config(folder.read_config())
