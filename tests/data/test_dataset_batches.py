@@ -183,6 +183,16 @@ def test_rows_of_mappings_become_dicts_and_other_items_are_named() -> None:
         whole(draws(transform=lambda item: (item[0][: 1 + int(item[1])], item[1])))
 
 
+def test_a_list_of_items_is_a_dataset_and_a_list_of_two_arrays_a_pair() -> None:
+    items = [(x, int(y)) for x, y in zip(X, Y, strict=True)]
+    expected = whole(draws())
+    for rows in (items, [X, Y], [X.numpy(), Y.numpy()], torch.utils.data.TensorDataset(X, Y)):
+        assert torch.equal(whole(draws(rows)).inputs, expected.inputs)
+    assert len(whole(draws(items[:2], rate=1.0), units=2).inputs) == 2
+    with pytest.raises(ArgumentError, match="got 3 parts"):
+        draws((X, Y, Y))
+
+
 @pytest.mark.parametrize("options", [{"views_per_unit": 0}, {"workers": -1}, {"rows_per_unit": 0}])
 def test_counts_are_checked(options: dict[str, int]) -> None:
     with pytest.raises(ArgumentError, match=next(iter(options))):

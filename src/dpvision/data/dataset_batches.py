@@ -249,7 +249,8 @@ class _Reader(Dataset[RowTree]):
         if isinstance(rows, TensorDataset):
             rows = rows.tensors
         self._rows, self._reading, self._arrays = rows, reading, None
-        if isinstance(rows, (tuple, list)):
+        # A list holds items, as a Dataset does, unless it holds arrays.
+        if isinstance(rows, tuple) or (isinstance(rows, list) and _only_arrays(rows)):
             if len(rows) != 2:
                 raise ArgumentError(f"rows must be a pair of inputs and targets, got {len(rows)} parts.")
             self._arrays = _tree(tuple(rows))
@@ -304,6 +305,10 @@ class _Reader(Dataset[RowTree]):
         if number_of_rows(tree) != 1:
             raise ArgumentError(f"collate is given one row at a time, and made {number_of_rows(tree)} of it.")
         return tree
+
+
+def _only_arrays(values: list[Any]) -> bool:
+    return len(values) > 0 and all(isinstance(value, (Tensor, np.ndarray)) for value in values)
 
 
 def _as_it_is(read: RowTree) -> RowTree:

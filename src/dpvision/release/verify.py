@@ -146,7 +146,7 @@ class Examined:
         return self.certificate, self.entries
 
 
-def verify(path: Path, *, key: bytes | None = None) -> Verification:
+def verify(path: Path | str, *, key: bytes | None = None) -> Verification:
     """Check a release and name everything that is wrong.
 
     Args:
@@ -163,7 +163,7 @@ def verify(path: Path, *, key: bytes | None = None) -> Verification:
         ok only if the epsilon that is recomputed from the ledger is at most the claimed one, within
         ``MAY_CLAIM_LESS``.
     """
-    return examine(path, key=key).found
+    return examine(Path(path), key=key).found
 
 
 def require_verified(path: Path) -> tuple[Certificate, _Entries]:
