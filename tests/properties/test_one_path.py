@@ -1,7 +1,7 @@
 """There is one path to the noise: outside of ``privacy/`` nothing clips for release, charges a step or draws noise.
 
-``dpvision train`` and ``PrivateRun`` both call ``private_step`` with a ``Privatizer``; the two other releases, the count
-of units and the pixel statistics, are listed by name. A new caller anywhere must be added here, on purpose.
+``dpvision train`` and ``PrivateRun`` both call ``private_step`` with a ``Privatizer``; the two other releases, the
+count of units and the pixel statistics, are listed by name. A new caller anywhere must be added here, on purpose.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "dpvision"
+import dpvision
+
+SOURCE = Path(dpvision.__file__).parent
 PUBLIC = "__init__.py"  # names, not calls
 AUDIT = "audit/mechanism_check.py"  # attacks the step with synthetic images, and releases nothing
 

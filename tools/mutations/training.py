@@ -76,6 +76,20 @@ TRAINING = (
         ("fresh keys replay a charged step", "replays and keys is not None", "replays"),
     ),
     *mutations(
+        "properties/test_one_path",
+        "training/trainer.py",
+        (
+            "a second path to the noise",
+            "            session.optimizer.step(OrdinaryGrad(mean, step))\n",
+            "            session.optimizer.step(noisy_mean(mean, session.config.mechanism, session.keys, step=step))\n",
+        ),
+        (
+            "a second place charges steps",
+            "    session.step += 1\n",
+            "    session.step += 1\n    session.ledger.charge(session.config.mechanism.step_event, step=session.step)\n",
+        ),
+    ),
+    *mutations(
         "privacy/test_values",
         "privacy/values.py",
         ("anybody makes a private gradient", "        if proof is not PROOF_OF_NOISE:", "        if False:"),
