@@ -13,6 +13,7 @@ from dpvision.config import RunConfig, parse_config
 from dpvision.errors import ArgumentError, DPVisionError
 from dpvision.privacy import noise
 from dpvision.privacy.randomness import Keys
+from dpvision.release.verify import verify
 from dpvision.training import prepare as counting
 from dpvision.training import train
 from dpvision.training.prepare import prepare
@@ -119,9 +120,11 @@ def test_the_count_is_told_only_once_it_is_charged(
 def test_a_plan_that_needs_little_noise_is_not_refused_by_its_count(units: int, tmp_path: Path) -> None:
     pictures = write_images(tmp_path / "many.npz", train=units)
     privacy = {"delta": 0.01, "expected_batch_size": 1.0, "steps": 1, "target_epsilon": 3.0}
-    config = prepare(config_of(pictures, privacy=privacy), Keys.from_seed(0)).config
-    assert config.privacy.noise_multiplier is not None
-    assert config.privacy.noise_multiplier >= 0.01
+    result = train(config_of(pictures, privacy=privacy), run=tmp_path / "run", seed=0)
+    noise_multiplier = result.certificate["mechanism"]["noise_multiplier"]
+    assert noise_multiplier >= 0.01
+    assert (noise_multiplier == 0.01) == (units == 6_000)  # hardly any noise is needed there, and none is refused
+    assert verify(tmp_path / "run").problems == ()
 
 
 @pytest.mark.parametrize(
