@@ -25,11 +25,11 @@ mechanism = dpvision.Mechanism.calibrated(
     target_epsilon=3.0, delta=1e-4, num_units=1400, expected_batch_size=256, steps=60, clip_norm=1.0
 )
 folder = sys.argv[1] if len(sys.argv) > 1 else "runs/own-loop"
-run = dpvision.PrivateRun(model, optimizer, mechanism, folder, data_name="digits")
+run = dpvision.PrivateRun(model, optimizer, mechanism, folder)
 for batch in run.batches((inputs[train], targets[train])):
     run.step(batch, loss_fn)
 print(run.guarantee())
 
 accuracy = (model(inputs[test]).argmax(1) == targets[test]).float().mean().item()
-run.release({"accuracy": accuracy}, evaluated_on="the last 397 digits")
+run.release({"accuracy": accuracy}, evaluated_on="the last 397 digits", data_name="digits")
 print(f"accuracy {accuracy:.1%}, verified: {dpvision.verify(run.folder).ok}")

@@ -12,7 +12,10 @@ import dpvision
 NAMES = [
     "ClippedSum",
     "Guarantee",
+    "Keys",
+    "Ledger",
     "Mechanism",
+    "PoissonSampler",
     "PrivateGrad",
     "PrivateRun",
     "Privatizer",
@@ -20,6 +23,7 @@ NAMES = [
     "__version__",
     "check_model",
     "clipped_sum",
+    "count_units",
     "load_model",
     "resume_training",
     "train",

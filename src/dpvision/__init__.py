@@ -15,18 +15,24 @@ if TYPE_CHECKING:
     from dpvision.gradients.clipped_sum import clipped_sum
     from dpvision.gradients.plan import check_model
     from dpvision.inference.load import load_model
+    from dpvision.privacy.ledger import Ledger
     from dpvision.privacy.mechanism import Guarantee, Mechanism
     from dpvision.privacy.private_step import Privatizer
+    from dpvision.privacy.randomness import Keys
+    from dpvision.privacy.sampling import PoissonSampler
     from dpvision.privacy.values import ClippedSum, PrivateGrad
     from dpvision.release.verify import verify
     from dpvision.training import resume_training, train
-    from dpvision.training.own_loop import PrivateRun
+    from dpvision.training.private_run import PrivateRun, count_units
 
 __version__ = "0.1.0"
 __all__ = [
     "ClippedSum",
     "Guarantee",
+    "Keys",
+    "Ledger",
     "Mechanism",
+    "PoissonSampler",
     "PrivateGrad",
     "PrivateRun",
     "Privatizer",
@@ -34,6 +40,7 @@ __all__ = [
     "__version__",
     "check_model",
     "clipped_sum",
+    "count_units",
     "load_model",
     "resume_training",
     "train",
@@ -43,13 +50,17 @@ __all__ = [
 _HOMES = {
     "ClippedSum": "privacy.values",
     "Guarantee": "privacy.mechanism",
+    "Keys": "privacy.randomness",
+    "Ledger": "privacy.ledger",
     "Mechanism": "privacy.mechanism",
+    "PoissonSampler": "privacy.sampling",
     "PrivateGrad": "privacy.values",
-    "PrivateRun": "training.own_loop",
+    "PrivateRun": "training.private_run",
     "Privatizer": "privacy.private_step",
     "RunConfig": "config",
     "check_model": "gradients.plan",
     "clipped_sum": "gradients.clipped_sum",
+    "count_units": "training.private_run",
     "load_model": "inference.load",
     "resume_training": "training",
     "train": "training",

@@ -268,3 +268,18 @@ def test_meaninglessly_large_epsilons_are_warned_of() -> None:
     assert "weak promise" in cautions(a_guarantee(12.0), num_units=100)[0]
     assert "next to nothing" in cautions(a_guarantee(50.0), num_units=100)[0]
     assert len(cautions(a_guarantee(50.0), num_units=10**6)) == 2
+
+
+@pytest.mark.parametrize("rate", [1 / 6000, 1.0])
+def test_a_profile_beyond_every_exponential_is_still_a_bound(rate: float) -> None:
+    """Hardly any noise: epsilons in the thousands, whose e^epsilon overflows. No value may be NaN, or too small."""
+    profile = full_profile([(Event(sample_rate=rate, noise_multiplier=0.01), 1)], delta=0.01)
+    assert profile.epsilons[-1] > 1000
+    assert np.all(np.diff(profile.deltas) <= 0)
+    assert np.all((profile.deltas > 0) & (profile.deltas <= 1))
+    # A unit that is drawn at all is seen: its rate bounds delta from below, far out.
+    middle = int(np.searchsorted(profile.epsilons, 2000.0))
+    assert profile.deltas[middle] >= rate * (1 - 1e-6)
+    for false_positives in (0.0, 0.01):
+        assert true_positive_bound(profile, false_positive_rate=false_positives) >= rate * (1 - 1e-6)
+    assert gaussian_dp(profile).mu <= profile.most_mu

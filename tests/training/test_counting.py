@@ -11,7 +11,9 @@ from typer.testing import CliRunner, Result
 from dpvision.cli import app
 from dpvision.config import RunConfig, parse_config
 from dpvision.errors import ArgumentError, DPVisionError
+from dpvision.privacy import noise
 from dpvision.privacy.randomness import Keys
+from dpvision.release.verify import verify
 from dpvision.training import prepare as counting
 from dpvision.training import train
 from dpvision.training.prepare import prepare
@@ -28,10 +30,10 @@ def pictures(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **more: Any) -> Any:
         raise AssertionError("the units were counted")
 
-    monkeypatch.setattr(counting, "standard_normals", counted)
+    monkeypatch.setattr(counting, "noisy_count", counted)
 
 
 def config_of(source: Path, **sections: Any) -> RunConfig:
@@ -79,7 +81,7 @@ def test_a_declared_number_may_have_noise_and_a_target(pictures: Path, nobody_co
 
 
 def test_a_count_far_from_the_truth_is_not_called_declared(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting, "standard_normals", lambda key, count: [20.0])
+    monkeypatch.setattr(noise, "standard_normals", lambda key, count: [20.0])
     for privacy, words in (({}, "was counted with noise as"), ({"num_units": 500}, "is declared as 500")):
         notes = prepare(config_of(pictures, privacy=privacy), Keys.from_seed(1)).notes
         assert [words in note for note in notes] == [True], notes
@@ -118,9 +120,11 @@ def test_the_count_is_told_only_once_it_is_charged(
 def test_a_plan_that_needs_little_noise_is_not_refused_by_its_count(units: int, tmp_path: Path) -> None:
     pictures = write_images(tmp_path / "many.npz", train=units)
     privacy = {"delta": 0.01, "expected_batch_size": 1.0, "steps": 1, "target_epsilon": 3.0}
-    config = prepare(config_of(pictures, privacy=privacy), Keys.from_seed(0)).config
-    assert config.privacy.noise_multiplier is not None
-    assert config.privacy.noise_multiplier >= 0.01
+    result = train(config_of(pictures, privacy=privacy), run=tmp_path / "run", seed=0)
+    noise_multiplier = result.certificate["mechanism"]["noise_multiplier"]
+    assert noise_multiplier >= 0.01
+    assert (noise_multiplier == 0.01) == (units == 6_000)  # hardly any noise is needed there, and none is refused
+    assert verify(tmp_path / "run").problems == ()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tools.mutations.masks import MASKS
 from tools.mutations.mutation import Mutation
 from tools.mutations.native import NATIVE
 from tools.mutations.own_code import OWN_CODE
+from tools.mutations.private_run import PRIVATE_RUN
 from tools.mutations.records import LEDGER
 from tools.mutations.reproduce import REPRODUCE
 from tools.mutations.step import DATA, NOISE, OPTIMIZERS
@@ -37,6 +38,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *TRANSFER,
     *TRUST,
     *OWN_CODE,
+    *PRIVATE_RUN,
     *VIEWS,
     *MASKS,
     *FAULTS,

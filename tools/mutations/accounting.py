@@ -6,6 +6,11 @@ from tools.mutations.mutation import mutations
 
 ACCOUNTING = (
     *mutations(
+        "accounting/test_tradeoff",
+        "accounting/pld.py",
+        ("deltas of huge epsilons are not numbers", "np.minimum(epsilons, LARGEST_EXPONENT)", "epsilons"),
+    ),
+    *mutations(
         "accounting/test_pld",
         "accounting/pld.py",
         ("rounding of long compositions is free", "ROUNDING_PER_STEP = 2.0**-50", "ROUNDING_PER_STEP = 0.0"),

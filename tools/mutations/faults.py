@@ -12,14 +12,18 @@ FAULTS = (
     ),
     *mutations(
         "properties/test_neighbours",
-        "training/prepare.py",
-        ("units are counted without noise", "+ noise * float(normal)", "+ 0 * float(normal)"),
-        ("units are counted with less noise", "+ noise * float(normal)", "+ 0.9 * noise * float(normal)"),
+        "privacy/noise.py",
+        ("units are counted without noise", "+ noise_multiplier * float(normal)", "+ 0 * float(normal)"),
         (
-            "counting costs nothing",
-            "return ((Event(sample_rate=1.0, noise_multiplier=noise, purpose=COUNTED_UNITS), 1),)",
-            "return ()",
+            "units are counted with less noise",
+            "+ noise_multiplier * float(normal)",
+            "+ 0.9 * noise_multiplier * float(normal)",
         ),
+    ),
+    *mutations(
+        "properties/test_neighbours",
+        "training/prepare.py",
+        ("counting costs nothing", "return ((counted.event, 1),)", "return ()"),
     ),
     *mutations(
         "properties/test_neighbours",

@@ -82,8 +82,8 @@ LEDGER = (
         "privacy/mechanism.py",
         (
             "any noise passes",
-            '        problems.positive("noise_multiplier", self.noise_multiplier)\n        problems.raise_if_any()\n\n\n@final\n@dataclass(frozen=True, kw_only=True)\nclass Mechanism',
-            "        problems.raise_if_any()\n\n\n@final\n@dataclass(frozen=True, kw_only=True)\nclass Mechanism",
+            '        problems.positive("noise_multiplier", self.noise_multiplier)\n        problems.raise_if_any()\n\n\n@final\n@dataclass(frozen=True, kw_only=True)\nclass CountedUnits',
+            "        problems.raise_if_any()\n\n\n@final\n@dataclass(frozen=True, kw_only=True)\nclass CountedUnits",
         ),
     ),
     *mutations(

@@ -76,21 +76,18 @@ TRAINING = (
         ("fresh keys replay a charged step", "replays and keys is not None", "replays"),
     ),
     *mutations(
-        "training/test_own_loop",
-        "training/own_loop.py",
+        "properties/test_one_path",
+        "training/trainer.py",
         (
-            "a batch is used twice",
-            "        if batch.step != self.steps_taken:\n            raise",
-            "        if False:\n            raise",
+            "a second path to the noise",
+            "            session.optimizer.step(OrdinaryGrad(mean, step))\n",
+            "            session.optimizer.step(noisy_mean(mean, session.config.mechanism, session.keys, step=step))\n",
         ),
-        ("a batch of another run passes", "or not batch.belongs_to(self)", ""),
-        ("batches may be passed over", "            if self.steps_taken == step:", "            if False:"),
-    ),
-    *mutations(
-        "training/test_own_loop",
-        "privacy/torch_optimizer.py",
-        ("an optimizer step outside passes", "        if not self._inside:", "        if False:"),
-        ("leftover gradients pass", "        if filled:", "        if False:"),
+        (
+            "a second place charges steps",
+            "    session.step += 1\n",
+            "    session.step += 1\n    session.ledger.charge(session.config.mechanism.step_event, step=session.step)\n",
+        ),
     ),
     *mutations(
         "privacy/test_values",

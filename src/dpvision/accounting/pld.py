@@ -39,6 +39,7 @@ WIDEST_INTERVAL = 64.0  # wider cells overflow an exponential
 MOST_CELLS_OF_ONE_STEP = 2**17
 MOST_CELLS = 2**20
 MOST_STEPS = 10**8
+LARGEST_EXPONENT = 700.0  # e to the power of more overflows
 
 Loss = distributions.PrivacyLossDistribution
 
@@ -203,8 +204,10 @@ def pld_deltas(
     grid = choose_grid(merged, delta=delta)
     if grid.interval > WIDEST_INTERVAL:
         return gaussian_deltas(shift_without_sampling(merged, adjacency), epsilons)
+    # Beyond, e^epsilon is infinite and the result not a number. Deltas fall, so that of a smaller epsilon holds too.
+    asked = np.minimum(epsilons, LARGEST_EXPONENT).tolist()
     with np.errstate(over="ignore"):  # of losses that are left out just after
-        deltas = np.asarray(_compose(merged, grid, _RELATIONS[adjacency]).get_delta_for_epsilon(epsilons.tolist()))
+        deltas = np.asarray(_compose(merged, grid, _RELATIONS[adjacency]).get_delta_for_epsilon(asked))
     return np.clip(deltas + _margin(merged), 0.0, 1.0)
 
 

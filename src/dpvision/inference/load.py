@@ -53,7 +53,7 @@ class ReleasedModel:
         return replace(self, config=parse_config({**values, "data": {**values["data"], "window": window}}))
 
 
-def load_model(run: Path, *, model: object | None = None) -> ReleasedModel:
+def load_model(run: Path | str, *, model: object | None = None) -> ReleasedModel:
     """Load the released model of a run.
 
     Args:
@@ -68,7 +68,8 @@ def load_model(run: Path, *, model: object | None = None) -> ReleasedModel:
 
     Guarantee: no code is executed that ``model`` does not name.
     """
-    folder = RunFolder.open(run)
+    folder = RunFolder.open(Path(run))
+    folder.require_loop(own=False)
     path = folder.release / CERTIFICATE
     certificate = parse_object(read_file(path), name=str(path))
     config = parse_config(folder.read_config())

@@ -216,7 +216,12 @@ class _Contents:
 class Ledger:
     """A ledger that is open for writing, by one process at a time (the run folder is locked).
 
+    Make one with ``Ledger.create``, open one with ``Ledger.open``.
+
     Guarantee: a charge that returned is on disk. A crash may leave one that was never used, never the reverse.
+
+    The caller guarantees that each charge is written before its release is made, at what the release costs, and that
+    what is released but not charged (names, metrics, settings) is declared and does not follow from private data.
     """
 
     def __init__(self, path: Path, contents: _Contents, before_growth: Callable[[], None] | None = None) -> None:

@@ -24,6 +24,9 @@ Adjacency = Literal["add_remove", "replace_one", "zero_out"]
 ADJACENCIES: tuple[Adjacency, ...] = ("add_remove", "replace_one", "zero_out")
 Clipping = Literal["flat", "automatic", "per_layer"]
 CLIPPINGS: tuple[Clipping, ...] = ("flat", "automatic", "per_layer")
+COUNTED_UNITS = "number of units"
+"""The purpose of the charge for a noisy count of the units."""
+_NOT_OF_A_STEP = frozenset({"delta", "target_epsilon", "count_noise_multiplier"})
 
 
 @final
@@ -51,6 +54,30 @@ class Event:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class CountedUnits:
+    """A number of units that was counted with noise: safe to use and to show, once it is charged.
+
+    Attributes:
+        num_units: the noisy number, at least one.
+        noise_multiplier: noise stddev of the count, which one unit moves by one.
+    """
+
+    num_units: int
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        problems = Problems().count("num_units", self.num_units)
+        problems.positive("noise_multiplier", self.noise_multiplier)
+        problems.raise_if_any()
+
+    @property
+    def event(self) -> Event:
+        """The cost of the count."""
+        return Event(sample_rate=1.0, noise_multiplier=self.noise_multiplier, purpose=COUNTED_UNITS)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Mechanism:
     """What is sampled, clipped, noised and divided, as public constants.
 
@@ -67,6 +94,7 @@ class Mechanism:
             norm; without influence on epsilon.
         delta: of the guarantee that it was calibrated for, if it was; not part of what the mechanism does.
         target_epsilon: likewise.
+        count_noise_multiplier: of the count that ``num_units`` comes from, which is charged too; None if declared.
 
     Guarantee: ``steps`` releases of ``(sum of clipped unit gradients + N(0, noise_stddev²)) / divisor``, each over
     a Poisson draw of units with ``sample_rate``. Nothing here is read off the private data at run time.
@@ -83,6 +111,7 @@ class Mechanism:
     unit_norm: bool = False
     delta: float | None = None
     target_epsilon: float | None = None
+    count_noise_multiplier: float | None = None
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -97,6 +126,8 @@ class Mechanism:
         problems.require(
             self.clipping in CLIPPINGS, f"clipping must be one of {', '.join(CLIPPINGS)}, got {self.clipping!r}."
         )
+        if self.count_noise_multiplier is not None:
+            problems.positive("count_noise_multiplier", self.count_noise_multiplier)
         problems.require(type(self.unit_norm) is bool, f"unit_norm must be true or false, got {self.unit_norm!r}.")
         problems.raise_if_any()
 
@@ -126,15 +157,15 @@ class Mechanism:
         return Event(sample_rate=self.sample_rate, noise_multiplier=self.noise_multiplier)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the mechanism does as plain values, for JSON; without delta and target."""
-        return {name: value for name, value in asdict(self).items() if name not in ("delta", "target_epsilon")}
+        """Return what a step does as plain values, for JSON; without delta, target and count."""
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_OF_A_STEP}
 
     @staticmethod
     def calibrated(
         *,
         target_epsilon: float,
         delta: float,
-        num_units: int,
+        num_units: int | CountedUnits,
         expected_batch_size: float,
         steps: int,
         clip_norm: float,
@@ -146,7 +177,7 @@ class Mechanism:
         Args:
             target_epsilon: hard limit, above zero.
             delta: of the guarantee, in (0, 1); choose one below 1 / num_units.
-            num_units: privacy units in the data, declared public.
+            num_units: units in the data: declared public, or from ``count_units``, whose cost the target covers.
             expected_batch_size: expected units per step, at most ``num_units``.
             steps: noisy releases, empty draws included.
             clip_norm: L2 bound on one unit's contribution to the sum.
@@ -161,16 +192,19 @@ class Mechanism:
         """
         # The accountants are a layer above and import this file: they are imported when they are asked.
         accounting = importlib.import_module("dpvision.accounting")
+        counted = num_units if isinstance(num_units, CountedUnits) else None
+        number = num_units.num_units if isinstance(num_units, CountedUnits) else num_units
         noise = accounting.calibrate_noise_multiplier(
-            num_units=num_units,
+            num_units=number,
             expected_batch_size=expected_batch_size,
             steps=steps,
             target_epsilon=target_epsilon,
             delta=delta,
             adjacency=adjacency,
+            extra=() if counted is None else ((counted.event, 1),),
         )
         return Mechanism(
-            num_units=num_units,
+            num_units=number,
             expected_batch_size=expected_batch_size,
             clip_norm=clip_norm,
             noise_multiplier=noise,
@@ -179,6 +213,7 @@ class Mechanism:
             adjacency=adjacency,
             delta=delta,
             target_epsilon=target_epsilon,
+            count_noise_multiplier=None if counted is None else counted.noise_multiplier,
         )
 
     @staticmethod

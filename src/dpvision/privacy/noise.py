@@ -109,6 +109,23 @@ def _circle(words: NDArray[np.uint64]) -> tuple[NDArray[np.float64], NDArray[np.
     return twice_squared_cosines - 1.0, tangents * twice_squared_cosines
 
 
+def noisy_count(count: int, *, noise_multiplier: float, key: bytes) -> int:
+    """Release a number that one unit moves by at most one: a Gaussian mechanism of ``CountedUnits.event``.
+
+    Args:
+        count: the true number. Sensitive.
+        noise_multiplier: standard deviation of the noise.
+        key: 32 bytes, used for nothing else.
+
+    Returns:
+        The noisy number, rounded, at least one.
+
+    The caller guarantees that the event is charged with, or before, the first use of the number outside.
+    """
+    (normal,) = standard_normals(key, 1)
+    return max(1, round(count + noise_multiplier * float(normal)))
+
+
 def generator_fingerprint() -> str:
     """Return a digest of 2¹⁶ normals of a fixed key, and of how they are assigned to parameters.
 

@@ -37,6 +37,9 @@ class Keys:
         hand_seeded: whether the secret comes from a number; such a run is not for release.
 
     Guarantee: keys of different context, stream or index are independent up to the security of HMAC-SHA256.
+
+    The caller guarantees that the secret stays secret, and that a stream is read at an index for one purpose and one
+    set of data: noise that is drawn twice at one index subtracts to an exact gradient.
     """
 
     secret: bytes = field(repr=False)

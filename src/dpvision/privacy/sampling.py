@@ -48,6 +48,9 @@ class PoissonSampler:
     Guarantee: in each step each unit joins with probability ``sample_rate`` (rounded down to a multiple of 2⁻⁶⁴),
     independently of all other units and steps, up to the security of the keys. Word u of a step's stream belongs to
     unit u, so that an added unit changes no other unit's draw.
+
+    The caller guarantees that the draw stays secret, that ``sample_rate`` is the mechanism's and does not follow from
+    the data, and that a step uses all rows of the drawn units, and no others, or rows chosen within each unit.
     """
 
     num_units: int

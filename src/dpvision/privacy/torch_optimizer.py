@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, final
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.privacy.optimizer import TamperGuard
 from dpvision.privacy.values import PrivateGrad
+
+_EXACT: Final = (torch.float32, torch.float64)
 
 
 @final
@@ -22,58 +27,84 @@ class TorchOptimizer:
         model: the model whose parameters the optimizer holds.
         rule: any torch optimizer that needs no closure and has taken no step.
         scheduler: stepped once after each step; a plateau schedule only by ``report_public_metric``.
+        resuming: whether ``load_state`` follows, which replaces the optimizer's state.
 
     Raises:
-        ArgumentError: the optimizer needs a closure, has taken steps, or holds other parameters than the model's.
+        ArgumentError: the optimizer needs a closure or a second gradient, has taken steps, or holds other parameters
+            than the model's; the scheduler is not one of this optimizer.
 
     Guarantee: the parameters are a function of their initial values, public settings and ``PrivateGrad``\\ s, one per
-    step in order. A step of ``rule`` outside is refused; a parameter or saved buffer that moved otherwise is found
-    before the next step and by ``check_untouched``.
+    step in order. A step of ``rule`` or of ``scheduler`` outside is refused; a parameter or saved buffer that moved
+    otherwise, or a module that was added, removed or replaced, is found before the next step and by
+    ``check_untouched``. Settings of the optimizer (learning rate, weight decay) may be changed between steps: that
+    they do not follow from private data is the caller's part.
     """
 
-    def __init__(self, model: nn.Module, rule: torch.optim.Optimizer, scheduler: Any = None) -> None:
-        needed = list(inspect.signature(type(rule).step).parameters.values())[1:]
-        if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed):
-            raise ArgumentError(
-                f"{type(rule).__name__} needs a closure, which reads the data again in a step. Choose another."
-            )
-        # Some optimizers (Adagrad) make their state at once, with a count of zero.
-        if any(float(state.get("step", 1)) > 0 for state in rule.state.values()):
-            raise ArgumentError("the optimizer has taken steps already: make a new one for the private run.")
-        held = [p for group in rule.param_groups for p in group["params"]]
-        own = {id(p) for p in model.parameters()}
-        if any(id(p) not in own for p in held):
-            raise ArgumentError("the optimizer holds parameters that are not the model's. Make it for this model.")
-        self._model, self._rule, self._scheduler, self._held = model, rule, scheduler, held
+    def __init__(
+        self, model: nn.Module, rule: torch.optim.Optimizer, scheduler: Any = None, *, resuming: bool = False
+    ) -> None:
+        _require_rule(rule, resuming=resuming)
+        _require_scheduler(scheduler, rule)
+        self._model, self._rule = model, rule
+        self._scheduler: Any = scheduler
+        self._modules = _modules(model)
         self._guard = TamperGuard(model, buffers=True)
         self._inside = False
         self._hook = rule.register_step_pre_hook(self._refuse_outside)
+        self._schedule_left = self._schedule_now()
         self.steps_taken = 0
+        try:
+            self.trainable()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def name(self) -> str:
+        """The name of the update rule."""
+        return type(self._rule).__name__
 
     def _refuse_outside(self, *_: object) -> None:
         if not self._inside:
             raise PrivacyError("optimizer.step() outside of PrivateRun.step is not private. Call run.step alone.")
 
+    def _held(self) -> list[nn.Parameter]:
+        return [p for group in self._rule.param_groups for p in group["params"]]
+
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return the parameters that require gradients now.
 
         Raises:
-            ArgumentError: there is none, or the optimizer does not hold one of them.
+            ArgumentError: there is none, one is of half precision, the optimizer does not hold one of them, or it holds
+                parameters of another model.
         """
         found = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        held = {id(p) for p in self._held}
+        held, own = {id(p) for p in self._held()}, {id(p) for p in self._model.parameters()}
+        if not held <= own:
+            raise ArgumentError("the optimizer holds parameters that are not the model's. Make it for this model.")
         missing = [name for name, p in found.items() if id(p) not in held]
         if missing or not found:
             raise ArgumentError(
                 f"the optimizer must hold every parameter that requires gradients; missing: {', '.join(missing[:5])}. "
                 "Add them, or freeze them (requires_grad_(False))."
             )
+        rough = [f"{name} is {p.dtype}" for name, p in found.items() if p.dtype not in _EXACT]
+        if rough:
+            raise ArgumentError(
+                f"trained parameters must be float32 or float64, which norms and sums are exact enough in; {rough[0]}. "
+                "Call model.float(); frozen parameters may stay as they are."
+            )
         return found
 
     def require_ready(self) -> None:
-        """Raise if a parameter moved, or a ``.grad`` is set, by other means than ``step``."""
+        """Raise if the model, the schedule or a ``.grad`` was changed by other means than ``step``."""
         self.check_untouched()
         self.trainable()
+        if self._schedule_left != self._schedule_now():
+            raise PrivacyError(
+                "the scheduler was stepped outside: PrivateRun.step steps it, and a plateau schedule is stepped by "
+                "report_public_metric, with a metric of public data. Remove your call."
+            )
         filled = [name for name, p in self._model.named_parameters() if p.grad is not None]
         if filled:
             raise PrivacyError(
@@ -90,6 +121,7 @@ class TorchOptimizer:
         if type(grad) is not PrivateGrad or grad.step != self.steps_taken or grad.gradients.keys() != parameters.keys():
             raise PrivacyError(f"the next step is {self.steps_taken}, and takes the PrivateGrad of this model only.")
         self.check_untouched()
+        held = {id(p) for p in self._held()}
         try:
             for name, parameter in parameters.items():
                 parameter.grad = grad.gradients[name].to(parameter)
@@ -99,20 +131,161 @@ class TorchOptimizer:
             self._inside = False
             for parameter in self._model.parameters():
                 parameter.grad = None
-        self._guard.accept({n: p for n, p in self._model.named_parameters() if any(p is h for h in self._held)})
+        self._guard.accept({n: p for n, p in self._model.named_parameters() if id(p) in held})
         self.steps_taken += 1
-        if isinstance(self._scheduler, LRScheduler) and not isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step()
+        if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
+            self._step_schedule()
 
     def report_public_metric(self, value: float) -> None:
-        """Feed a plateau schedule with a metric that was declared public."""
-        if isinstance(self._scheduler, ReduceLROnPlateau):
-            self._scheduler.step(value)
+        """Feed a plateau schedule with a metric that was declared public.
+
+        Raises:
+            ArgumentError: there is no plateau schedule.
+        """
+        if not isinstance(self._scheduler, ReduceLROnPlateau):
+            raise ArgumentError("only a ReduceLROnPlateau schedule takes a metric, and this run has none.")
+        self._step_schedule(value)
+
+    def _step_schedule(self, *metric: float) -> None:
+        self._scheduler.step(*metric)
+        self._schedule_left = self._schedule_now()
+
+    def _schedule_now(self) -> object:
+        """What each step of a schedule changes."""
+        return getattr(self._scheduler, "last_epoch", None)
 
     def check_untouched(self) -> None:
-        """Raise ``PrivacyError`` naming each parameter or saved buffer that moved by other means than ``step``."""
+        """Raise ``PrivacyError`` naming each tensor or module that was changed by other means than ``step``."""
+        now = _modules(self._model)
+        changed = [name for name in {**self._modules, **now} if self._modules.get(name) is not now.get(name)]
+        if changed:
+            raise PrivacyError(
+                f"the model was changed: {', '.join(map(repr, changed[:5]))} was added, removed or replaced. A run "
+                "certifies the model that it was given: begin a new run."
+            )
         self._guard.check()
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors and plain values from which ``load_state`` continues.
+
+        Raises:
+            PrivacyError: a watched tensor was changed.
+            ArgumentError: the state of the optimizer or the scheduler holds what no checkpoint can hold.
+        """
+        tensors: dict[str, Tensor] = {}
+        values = {
+            "steps_taken": self.steps_taken,
+            "left_by_last_step": self._guard.digests(),
+            "kinds": [type(self._rule).__name__, type(self._scheduler).__name__],
+            "rule": packed(self._rule.state_dict(), tensors, name="rule"),
+            "schedule": None
+            if self._scheduler is None
+            else packed(self._scheduler.state_dict(), tensors, name="schedule"),
+        }
+        return tensors, values
+
+    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Continue from ``state``; the model holds the weights of that moment already.
+
+        Raises:
+            ArgumentError: the state is of an optimizer or a scheduler of another kind.
+            PrivacyError: the model's parameters or saved buffers are not those of that moment.
+        """
+        kinds = [type(self._rule).__name__, type(self._scheduler).__name__]
+        if kinds != values["kinds"]:
+            raise ArgumentError(
+                f"the run has the optimizer {values['kinds'][0]} and the scheduler {values['kinds'][1]}, got "
+                f"{kinds[0]} and {kinds[1]}. Make them as before; their state is restored."
+            )
+        self._guard.accept_saved(values["left_by_last_step"])
+        self._rule.load_state_dict(unpacked(values["rule"], tensors))
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(unpacked(values["schedule"], tensors))
+        self._schedule_left, self.steps_taken = self._schedule_now(), values["steps_taken"]
 
     def close(self) -> None:
         """Let the optimizer go."""
         self._hook.remove()
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    return dict(model.named_modules(remove_duplicate=False))
+
+
+def _require_rule(rule: torch.optim.Optimizer, *, resuming: bool) -> None:
+    """Refuse optimizers that need the data more than once in a step, or that were used before."""
+    name = type(rule).__name__
+    needed = list(inspect.signature(type(rule).step).parameters.values())[1:]
+    if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed):
+        raise ArgumentError(f"{name} needs a closure, which reads the data again in a step. Choose another.")
+    if hasattr(rule, "first_step") and hasattr(rule, "second_step"):
+        raise ArgumentError(
+            f"{name} takes a gradient at a second point in each step, which would be another release. Choose another."
+        )
+    # Some optimizers (Adagrad) make their state at once, with a count of zero.
+    if not resuming and any(float(state.get("step", 1)) > 0 for state in rule.state.values()):
+        raise ArgumentError("the optimizer has taken steps already: make a new one for the private run.")
+
+
+def _require_scheduler(scheduler: object, rule: torch.optim.Optimizer) -> None:
+    if scheduler is None:
+        return
+    if not isinstance(scheduler, LRScheduler):
+        raise ArgumentError(
+            f"scheduler must be one of torch.optim.lr_scheduler, got {type(scheduler).__name__}. Or leave it out and "
+            "set the learning rate of optimizer.param_groups between steps."
+        )
+    if getattr(scheduler, "optimizer", rule) is not rule:
+        raise ArgumentError("the scheduler belongs to another optimizer. Make it for the one that the run is given.")
+
+
+_MAPPINGS: Final[dict[str, Callable[[Any], Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+
+
+def packed(value: Any, tensors: dict[str, Tensor], *, name: str) -> Any:
+    """Write the state of an optimizer or a scheduler as JSON, without pickle; its tensors go into ``tensors``.
+
+    Args:
+        value: numbers, texts, None, tensors, and dicts, lists and tuples of them.
+        tensors: where tensors are put, under names that begin with ``name``.
+        name: of the value, for messages too.
+
+    Raises:
+        ArgumentError: it holds anything else.
+    """
+    kind = type(value).__name__
+    if isinstance(value, Tensor):
+        tensors[name] = value
+        return {"tensor": name}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float) or (hasattr(value, "item") and hasattr(value, "dtype")):
+        number = value if isinstance(value, float) else value.item()
+        return number if not isinstance(number, float) or math.isfinite(number) else {"float": str(number)}
+    if isinstance(value, (list, tuple)):
+        parts = [packed(each, tensors, name=f"{name}/{i}") for i, each in enumerate(value)]
+        return {"tuple" if isinstance(value, tuple) else "list": parts}
+    if kind in _MAPPINGS:
+        items = [
+            [packed(k, tensors, name=f"{name}/key"), packed(v, tensors, name=f"{name}/{k}")] for k, v in value.items()
+        ]
+        return {kind: items}
+    raise ArgumentError(
+        f"the state of the optimizer or scheduler holds a {kind} ({name}), which no checkpoint can hold: numbers, "
+        "texts, tensors, and dicts, lists and tuples of them can be saved."
+    )
+
+
+def unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Invert ``packed``."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "float":
+        return float(content)
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind]({unpacked(k, tensors): unpacked(v, tensors) for k, v in content})
+    parts = [unpacked(each, tensors) for each in content]
+    return tuple(parts) if kind == "tuple" else parts

@@ -15,7 +15,7 @@ from typing import Any, final
 
 from dpvision.own_code import GIVEN_IN_PYTHON, hash_text, is_own
 from dpvision.privacy.ledger import TRAINING, Entry, charges_of
-from dpvision.privacy.mechanism import Mechanism
+from dpvision.privacy.mechanism import COUNTED_UNITS, Mechanism
 from dpvision.release.schema import FORMAT, Declared, Format
 
 # Privacy units. One of ROW_UNITS is a single row of the data; any other unit owns its rows.
@@ -23,7 +23,7 @@ ROW_UNITS = ("example", "slice")
 VOLUME = "volume"  # a file with many slices, where it is not known which patient it belongs to
 
 # Purposes of charges besides the training steps: facts that were not declared are computed from the data, with noise.
-COUNTED_UNITS, PIXEL_STATISTICS = "number of units", "normalisation statistics"
+PIXEL_STATISTICS = "normalisation statistics"
 
 # Names of declarations in a ledger. Where there are two, the first is written today and both are read.
 NOT_FOR_RELEASE = "not for release"  # becomes a stamp of the certificate

@@ -27,14 +27,13 @@ from dpvision.privacy.ledger import (
     release_payload,
     require_mark,
 )
-from dpvision.privacy.mechanism import Mechanism
+from dpvision.privacy.mechanism import COUNTED_UNITS, Mechanism
 from dpvision.release.build import Bounds, ReleaseFacts, bounds_of, build_certificate, steps_taken
 from dpvision.release.certificate_page import known_certificate_pages
 from dpvision.release.model_card import model_card
 from dpvision.release.schema import Certificate, format_for, parse_certificate
 from dpvision.release.sign import Signature, checked_signature, fingerprint
 from dpvision.release.statements import (
-    COUNTED_UNITS,
     HAND_SEEDED_STAMPS,
     PIXEL_STATISTICS,
     data_names,
@@ -147,7 +146,7 @@ class Examined:
         return self.certificate, self.entries
 
 
-def verify(path: Path, *, key: bytes | None = None) -> Verification:
+def verify(path: Path | str, *, key: bytes | None = None) -> Verification:
     """Check a release and name everything that is wrong.
 
     Args:
@@ -164,7 +163,7 @@ def verify(path: Path, *, key: bytes | None = None) -> Verification:
         ok only if the epsilon that is recomputed from the ledger is at most the claimed one, within
         ``MAY_CLAIM_LESS``.
     """
-    return examine(path, key=key).found
+    return examine(Path(path), key=key).found
 
 
 def require_verified(path: Path) -> tuple[Certificate, _Entries]:

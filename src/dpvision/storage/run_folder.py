@@ -12,7 +12,7 @@ import os
 import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, final, get_args
@@ -29,6 +29,7 @@ from dpvision.privacy.ledger import (
     read_ledger,
     release_payload,
 )
+from dpvision.privacy.mechanism import CountedUnits
 from dpvision.privacy.randomness import Keys
 from dpvision.storage.checkpoint import Checkpoint, inspect_checkpoints, latest_checkpoint, save_checkpoint
 from dpvision.storage.files import (
@@ -133,6 +134,8 @@ if TYPE_CHECKING:
 LEDGER, CONFIG, WEIGHTS, METRICS = "ledger.jsonl", "config.json", "weights.safetensors", "metrics.json"
 REPORT, CERTIFICATE, MANIFEST = "report.html", "certificate.json", "manifest.json"
 CERTIFICATE_PAGE, CARD, SIGNATURE = "certificate.md", "model_card.md", "signature.json"
+OWN_LOOP = "training loop"
+"""The task in the configuration of a run of ``PrivateRun``."""
 _OWN_FILES = frozenset({LEDGER, CONFIG, WEIGHTS, METRICS, CERTIFICATE, MANIFEST, CERTIFICATE_PAGE, CARD, SIGNATURE})
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -158,6 +161,7 @@ class RunFolder:
         self.checkpoints = self.private / "checkpoints"
         self.ledger_path = self.release / LEDGER
         self.key_path = self.private / "key.json"
+        self.count_path = self.private / "counted-units.json"
         self._withdrawn = self.private / "withdrawn-certificate.json"
         self._released = self.private / "released-ledger.json"
         self._unlock: weakref.finalize[[int], RunFolder] | None = None
@@ -257,6 +261,41 @@ class RunFolder:
             return StoredKey(keys, values["run_id"], tuple(values["bindings"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise TamperError(f"{self.key_path} is not what dpvision writes: {error}.") from error
+
+    def save_count(self, counted: CountedUnits) -> None:
+        """Record a noisy count before it is used, so that a run has one."""
+        self._write(self.count_path, json_bytes(asdict(counted)), mode=0o600)
+
+    def load_count(self) -> CountedUnits | None:
+        """Return the recorded count; None if nothing was counted."""
+        if not self.count_path.exists():
+            return None
+        try:
+            return CountedUnits(**parse_object(read_file(self.count_path), name=str(self.count_path)))
+        except (TypeError, ArgumentError) as error:
+            raise TamperError(f"{self.count_path} is not what dpvision writes: {error}") from error
+
+    def require_loop(self, *, own: bool) -> None:
+        """Refuse a run of the other kind: one of ``PrivateRun`` has no configuration that a command could follow.
+
+        Args:
+            own: whether the caller continues a user's own training loop.
+
+        Raises:
+            ArgumentError: the run is of the other kind.
+        """
+        path = next((p for p in (self.private / CONFIG, self.release / CONFIG) if p.exists()), None)
+        if path is None:
+            return  # the caller says what is missing
+        is_own = parse_object(read_file(path), name=str(path)).get("task") == OWN_LOOP
+        if is_own and not own:
+            raise ArgumentError(
+                f"{self.root} is the run of a training loop of its owner's own (PrivateRun): only that program has the "
+                "model, the data and the loop. verify and report work; resume it with PrivateRun.resume, and load "
+                f"release/{WEIGHTS} into the model to use it."
+            )
+        if own and not is_own:
+            raise ArgumentError(f"{self.root} was made by dpvision train: continue it with dpvision resume.")
 
     def open_ledger(self) -> Ledger:
         """Open the ledger for writing. It must hold everything that a checkpoint or a certificate states of it.

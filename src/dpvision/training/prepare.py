@@ -33,11 +33,11 @@ from dpvision.data import ImageStore, dataset_names
 from dpvision.data.splits import RunSplits, load_splits
 from dpvision.errors import ArgumentError, PrivacyError, brief
 from dpvision.own_code import Kind, RunCode, code_of, is_own, named_again, place_of
-from dpvision.privacy.mechanism import Event, rounded_up
-from dpvision.privacy.noise import standard_normals
+from dpvision.privacy.mechanism import COUNTED_UNITS, CountedUnits, Event, rounded_up
+from dpvision.privacy.noise import noisy_count
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.sampling import mismatch_note
-from dpvision.release.statements import COUNTED_UNITS, PIXEL_STATISTICS, VOLUME
+from dpvision.release.statements import PIXEL_STATISTICS, VOLUME
 from dpvision.training.defaults import (
     DEFAULT_IMAGE_SIZE,
     DEFAULT_MASK_SIZE,
@@ -274,8 +274,8 @@ def count_units(config: RunConfig, store: ImageStore, keys: Keys) -> tuple[RunCo
         return config, ()
     noise = privacy.count_noise_multiplier or COUNT_NOISE / (privacy.target_epsilon or USUAL_TARGET)
     require_plan_for_any_count(_updated(config, "privacy", {"count_noise_multiplier": noise}))
-    (normal,) = standard_normals(keys.derive("statistics", COUNTED_UNITS), 1)
-    noisy = max(1, two_digits(max(1, round(store.num_units + noise * float(normal)))))
+    key = keys.derive("statistics", COUNTED_UNITS)
+    noisy = max(1, two_digits(noisy_count(store.num_units, noise_multiplier=noise, key=key)))
     # A rate above one would be refused: whether it is must not depend on the data either.
     noisy = max(min(noisy, MOST_COUNTED), math.ceil(privacy.expected_batch_size or 1))
     reason = f"counted with noise of about {noise:.0f}, which is charged; declare it to choose it"
@@ -369,8 +369,8 @@ def count_charges(config: RunConfig) -> Charges:
     """The charge for counting the units; nothing if their number is declared or published."""
     if not config.privacy.enabled or config.privacy.count_noise_multiplier is None:
         return ()
-    noise = config.privacy.count_noise_multiplier
-    return ((Event(sample_rate=1.0, noise_multiplier=noise, purpose=COUNTED_UNITS), 1),)
+    counted = CountedUnits(num_units=1, noise_multiplier=config.privacy.count_noise_multiplier)
+    return ((counted.event, 1),)
 
 
 def statistics_charges(config: RunConfig) -> Charges:

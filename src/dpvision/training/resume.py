@@ -84,6 +84,7 @@ def resume_run(
 ) -> tuple[Session, list[str]]:
     """Restore the run in ``path``, and list what the user should know about it."""
     folder = RunFolder.open(path)
+    folder.require_loop(own=False)
     folder.lock()
     checkpoint = folder.latest_checkpoint()
     if checkpoint is None:
