@@ -60,7 +60,11 @@ GRADIENTS = (
     *mutations(
         "gradients/test_plan",
         "gradients/plan.py",
-        ("mixing models pass", "    refuse(mixing_units(model, find_mixing(model, loss_fn, batch)))\n", ""),
+        (
+            "mixing models pass",
+            "    refuse(mixing_units(model, find_mixing(model, loss_fn, batch)))\n    found",
+            "    found",
+        ),
     ),
     *mutations(
         "gradients/test_separability",
@@ -74,7 +78,7 @@ GRADIENTS = (
     *mutations(
         "gradients/test_separability",
         "gradients/plan.py",
-        ("another loss is not tried", 'getattr(loss_fn, "__code__", loss_fn), speed', "speed"),
+        ("another loss is not tried", "frozen_callable(loss_fn), speed", "speed"),
     ),
     *mutations(
         "gradients/test_plan",

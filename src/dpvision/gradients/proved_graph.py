@@ -33,7 +33,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpvision.errors import ArgumentError, DPVisionError, PrivacyError
+from dpvision.errors import ArgumentError, DPVisionError, PrivacyError, brief
 from dpvision.gradients.batch_axis import (
     FREE,
     Axis,
@@ -98,8 +98,10 @@ def clear_refusals() -> Iterator[None]:
         place, remedy = _place_in_user_code(error), "Use it on such rows outside of dpvision first."
         if "reentrant" in str(error):
             remedy = "Use checkpoint(..., use_reentrant=False)."
+        frames = traceback.extract_tb(error.__traceback__)
+        said = "" if frames[-1].filename.startswith(_TORCH) or not str(error) else f": {brief(str(error).rstrip('.'))}"
         raise ArgumentError(
-            f"the model or the loss{place} can't be run on rows of this shape and type ({type(error).__name__}). "
+            f"the model or the loss{place} can't be run on rows of this shape and type ({type(error).__name__}{said}). "
             f"{remedy}"
         ) from error
 
