@@ -12,6 +12,7 @@ weights, such as weight norm, belongs to the segment that uses it.
 
 from __future__ import annotations
 
+import builtins
 import logging
 import operator
 import random
@@ -173,7 +174,7 @@ def _exported(step: _Step, tensors: Sequence[Tensor]) -> ExportedProgram:
     step.train(step.model.training)
     for module in step.model.modules():
         module.training = modes[id(module)]
-    with _silenced(), _no_outside_state(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+    with _silenced(), _symbolic_len(), _no_outside_state(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         try:
             return export(step, examples, dynamic_shapes=(tuple({0: rows} for _ in examples),), strict=False)
         except PrivacyError:
@@ -189,7 +190,7 @@ def _why_not_traced(error: Exception) -> str:
     if "onstraints violated" in text or "specialized" in text or "onstraintViolation" in text:
         return (
             f"the model or the loss{place} treats batches of different sizes differently, so a row could depend on how "
-            "many others there are. Use x.shape[0] for sizes only, not len(x) and not in conditions."
+            "many others there are. Use x.shape[0] for sizes only, not in conditions."
         )
     if "data-dependent" in text or "DataDependent" in text or "_local_scalar" in text:
         return (
@@ -225,6 +226,21 @@ def _silenced() -> Iterator[None]:
     finally:
         for each, level, disabled in levels:
             each.level, each.disabled = level, disabled
+
+
+@contextmanager
+def _symbolic_len() -> Iterator[None]:
+    """Let ``len(x)`` of a tensor be ``x.shape[0]``: a symbolic size, where Python's own len demands a plain number."""
+    plain = builtins.len
+
+    def rows_or_items(value: Any) -> Any:
+        return value.shape[0] if isinstance(value, Tensor) and value.dim() else plain(value)
+
+    builtins.len = rows_or_items  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        builtins.len = plain
 
 
 _CLOCKS: Final = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time")
