@@ -83,7 +83,11 @@ def holdout_keys(keys: Keys, run_id: str) -> Keys:
 
 def load_options(config: RunConfig) -> LoadOptions:
     """Say how the configuration wants the training images to be read."""
-    return LoadOptions(**config.data.model_dump(), segmentation=config.task == "segmentation")
+    return LoadOptions(
+        **config.data.model_dump(),
+        segmentation=config.task == "segmentation",
+        classes_are_public=not config.privacy.enabled,
+    )
 
 
 def require_test_part(data: DataConfig, *, has_one: bool) -> None:
