@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -55,7 +55,48 @@ def load_npz(
         DataError: if arrays are missing, do not match, or are not what they should be.
     """
     options = options or LoadOptions()
-    arrays = _open(path, options.unit_column)
+    return splits_of_arrays(_open(path, options.unit_column), path, options, class_names=class_names)
+
+
+def arrays_of(data: object) -> dict[str, NDArray[Any]]:
+    """Bring images that are given in Python to the arrays of an .npz file.
+
+    Args:
+        data: a dict of arrays or tensors, by the names that an .npz file uses; a pair of images and labels; or a
+            map-style Dataset of such pairs, which is read as a whole and may name its classes in ``classes``.
+
+    Raises:
+        DataError: it is none of these, or its items do not have the same shape.
+    """
+    if isinstance(data, Mapping):
+        return {str(name): np.atleast_1d(np.asarray(values)) for name, values in data.items()}
+    if isinstance(data, tuple) and len(data) == 2:
+        return {"images": np.asarray(data[0]), "labels": np.atleast_1d(np.asarray(data[1]))}
+    rows: Any = data
+    if isinstance(data, (str, bytes)) or not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__"):
+        raise DataError(
+            f"data must be a pair of images and labels, a dict of arrays or a map-style Dataset, got "
+            f"{type(data).__name__}."
+        )
+    items = [rows[row] for row in range(len(rows))]
+    if not all(isinstance(item, (tuple, list)) and len(item) == 2 for item in items):
+        raise DataError("each item of the data must be a pair of an image and its label.")
+    try:
+        images, labels = (np.stack([np.asarray(part) for part in parts]) for parts in zip(*items, strict=True))
+    except ValueError as error:
+        raise DataError(f"the images or labels of the data do not have the same shape: {shown(error)}.") from error
+    names = {CLASS_NAMES_KEY: np.asarray(rows.classes, dtype=np.str_)} if hasattr(rows, "classes") else {}
+    return {"images": images, "labels": labels, **names}
+
+
+def splits_of_arrays(
+    arrays: dict[str, NDArray[Any]], path: Path, options: LoadOptions, *, class_names: Sequence[str] | None = None
+) -> tuple[ImageStore, ImageStore | None]:
+    """Make the splits of arrays that are named as in an .npz file; ``path`` is where they come from, for messages.
+
+    Raises:
+        DataError: as for ``load_npz``.
+    """
     splits = ["train", *(["test"] if any(key in arrays for key in IMAGE_KEYS["test"]) else [])]
     parts = [_part(arrays, split, options, path) for split in splits]
     labels = [part.answers for part in parts if part is not parts[0] or options.public or options.classes_are_public]
@@ -196,7 +237,7 @@ def _class_names(
     if not labels:
         raise DataError(
             f"{shown(path)} does not say which classes there are, and has no public test part that shows them: private "
-            "labels must not decide it. Save an array of texts named class_names with the images."
+            "labels must not decide it. Add an array of texts named class_names to the images and labels."
         )
     if len({each.dtype.kind in "US" for each in labels}) > 1:
         raise DataError(f"{shown(path)}: labels are texts in one split and numbers in the other.")
