@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import resource
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,56 @@ def test_files_that_are_no_npz_are_refused(tmp_path: Path) -> None:
         archive.writestr("images.npy", npy_bytes(GREY))
     with pytest.raises(DataError, match="compression"):
         load(tmp_path / "c.npz")
+
+
+def private(**more: Any) -> LoadOptions:
+    return LoadOptions(classes_are_public=False, **more)
+
+
+def test_private_labels_do_not_decide_which_classes_there_are(tmp_path: Path) -> None:
+    """PITFALLS 38: one unit with the largest label would change the shape of the released model."""
+    public = {"x_test": GREY[:3], "y_test": np.array([2, 0, 1])}
+    for last in (0, 2):
+        labels = np.array([0, 1, 1, 1, 0, last])
+        store = load(write(tmp_path / f"{last}.npz", x_train=GREY, y_train=labels, **public), private()).train
+        assert store.class_names == ("0", "1", "2")
+    beyond = write(tmp_path / "beyond.npz", x_train=GREY, y_train=LABELS + 7, **public)
+    with pytest.raises(DataError, match=r"labels must lie in 0\.\.2, the numbers of the classes\. Name all classes"):
+        load(beyond, private())
+    alone = write(tmp_path / "alone.npz", images=GREY, labels=LABELS)
+    with pytest.raises(DataError, match="Add an array of texts named class_names"):
+        load(alone, private())
+    named = write(tmp_path / "named.npz", images=GREY, labels=LABELS, class_names=np.array(["a", "b", "c", "d"]))
+    assert load(named, private()).train.class_names == ("a", "b", "c", "d")
+    assert load(alone).train.num_classes == 3
+
+
+def test_texts_of_private_labels_do_not_decide_it_either(tmp_path: Path) -> None:
+    texts = np.array(["cat", "dog", "cat", "cat", "dog", "rare disease"])
+    path = write(tmp_path / "a.npz", x_train=GREY, y_train=texts, x_test=GREY[:2], y_test=texts[:2])
+    with pytest.raises(DataError, match="no class"):
+        load(path, private())
+
+
+def test_a_small_file_that_would_become_a_large_array_is_refused_before_it_does(tmp_path: Path) -> None:
+    """A megabyte of zeros became gigabytes. The stated sizes decide, so that nothing is allocated."""
+    path, shape = tmp_path / "zeros.npz", (300, 1, 1024, 1024)
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    with (
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive,
+        archive.open("images.npy", "w", force_zip64=True) as file,
+    ):
+        file.write(header.getvalue())
+        for _ in range(300):
+            file.write(bytes(1024 * 1024))
+    assert path.stat().st_size < 2**20
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=r"would become 3145\d+\. If that is meant, save the file without compression"):
+        load(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 * 1024  # kibibytes
+
+
+def test_labels_that_are_more_than_the_images_are_refused_before_they_are_copied(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"labels \(7,\) don't match 6 images"):
+        load(write(tmp_path / "a.npz", images=GREY, labels=np.arange(7)))

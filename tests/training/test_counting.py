@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
 from dpvision.cli import app
 from dpvision.config import RunConfig, parse_config
-from dpvision.errors import ArgumentError, DPVisionError
+from dpvision.errors import ArgumentError, DataError, DPVisionError
 from dpvision.privacy import noise
 from dpvision.privacy.randomness import Keys
 from dpvision.release.verify import verify
@@ -114,6 +115,15 @@ def test_the_count_is_told_only_once_it_is_charged(
     assert "no space is left" in done.output
     assert "num_units" not in done.output
     assert not (tmp_path / "run" / "release" / "config.json").exists()
+
+
+def test_a_private_run_takes_no_classes_from_private_labels(pictures: Path, tmp_path: Path) -> None:
+    with np.load(pictures) as arrays:
+        np.savez(tmp_path / "alone.npz", x_train=arrays["x_train"], y_train=arrays["y_train"])
+    with pytest.raises(DataError, match="array of texts named class_names"):
+        train(config_of(tmp_path / "alone.npz"), run=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    train(config_of(tmp_path / "alone.npz", privacy={"enabled": False}), run=tmp_path / "ordinary")
 
 
 @pytest.mark.parametrize("units", [60, 6_000])

@@ -762,6 +762,22 @@ def test_a_run_is_released_once_and_not_before_its_first_step(tmp_path: Path) ->
     assert {"model", "optimizer"} <= run.state_dict().keys()
 
 
+def smooth(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=0.1)
+
+
+def test_every_loss_of_a_loop_is_declared_and_survives_a_crash(tmp_path: Path) -> None:
+    run, *_ = start(tmp_path / "run")
+    batches = run.batches((X, Y))
+    for loss in (losses, smooth):
+        run.step(next(batches), loss)
+    run.close()
+    certificate = resumed(tmp_path / "run").release().certificate
+    declared = [each["how"] for each in certificate["declared"] if each["what"] == "own loss"]
+    assert [how.split(",")[0] for how in declared] == [f"{f} in test_private_run.py" for f in ("losses", "smooth")]
+    assert verify(tmp_path / "run").problems == ()
+
+
 def test_the_seed_is_stamped_and_not_released(tmp_path: Path) -> None:
     run, *_ = start(tmp_path / "run", seed=123456789)
     finish(run)

@@ -114,7 +114,8 @@ def test_slices_as_units_say_what_they_do_not_protect_and_bounded_owners_get_a_f
 def test_several_classes_have_a_map_each_and_names_of_held_out_patients_stay_at_home(tmp_path: Path) -> None:
     images, masks = discs(40, classes=2)
     owners = np.array([f"Mustermann-{row // 2}" for row in range(40)])
-    np.savez(tmp_path / "slices.npz", images=images, masks=masks, patient=owners)
+    names = np.array(["background", "1", "2"])
+    np.savez(tmp_path / "slices.npz", images=images, masks=masks, patient=owners, class_names=names)
     data = {"holdout_fraction": 0.4, "mask_classes": "classes"}
     config = tiny_mask_config(tmp_path / "slices.npz", data=data, privacy={"num_units": 12, "steps": 2})
     final = train(config, run=tmp_path / "run", seed=1).metrics["final"]

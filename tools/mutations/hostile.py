@@ -11,6 +11,20 @@ HOSTILE = (
         ("a device is read", "if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):", "if False:"),
     ),
     *mutations(
+        "data/test_npz",
+        "data/safe_read.py",
+        ("a small file becomes gigabytes", "member.compress_size * MAX_LARGE_RATIO)", "2**62)"),
+    ),
+    *mutations(
+        "data/test_npz",
+        "data/npz.py",
+        (
+            "private labels decide the classes",
+            "if part is not parts[0] or options.public or options.classes_are_public]",
+            "]",
+        ),
+    ),
+    *mutations(
         "properties/test_hostile_files",
         "data/safe_read.py",
         ("arrays of nothing", "dtype.itemsize == 0 or ", ""),

@@ -13,7 +13,7 @@ from dpvision.data.images import fit
 from dpvision.data.masks import load_pairs, with_foreground
 from dpvision.data.mnist_cifar import has_cifar, has_idx, load_cifar, load_idx, open_cifar, refuse_pickled_cifar
 from dpvision.data.normalisation import Normalisation, fixed_normalisation
-from dpvision.data.npz import load_npz
+from dpvision.data.npz import arrays_of, load_npz, splits_of_arrays
 from dpvision.data.options import LoadOptions, Progress
 from dpvision.data.safe_read import reading
 from dpvision.data.store import ImageStore
@@ -58,6 +58,26 @@ def load(source: str | Path, options: LoadOptions | None = None, *, progress: Pr
     channels = train.image_shape[0]
     normalisation = (constants or fixed_normalisation(channels)).for_channels(channels)
     return Splits(train=train, test=test, normalisation=normalisation)
+
+
+def load_given(data: object, name: str, options: LoadOptions | None = None) -> Splits:
+    """Make the splits of images that are given in Python.
+
+    Args:
+        data: as for ``arrays_of``.
+        name: what the data is called; not the name of a public dataset, whose size is published, and not a path.
+        options: how to read it.
+
+    Raises:
+        DataError: the data can't be used, or ``name`` means another source.
+    """
+    options = options or LoadOptions()
+    if name in dataset_names() or Path(name).exists():
+        raise DataError(f"the data is given in Python, and {shown(name)} names another source: call it otherwise.")
+    _refuse_units(options, npz=True)
+    with reading(name):
+        train, test = _fitted(*splits_of_arrays(arrays_of(data), Path(name), options), options)
+    return Splits(train=train, test=test, normalisation=fixed_normalisation(train.image_shape[0]))
 
 
 def load_one(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -25,6 +25,7 @@ IMAGE_KEYS = {"train": ("images", "x_train", "train_images", "X", "x"), "test": 
 LABEL_KEYS = {"train": ("labels", "y_train", "train_labels", "Y", "y"), "test": ("y_test", "test_labels")}
 MASK_KEYS = {"train": ("masks", "train_masks", "masks_train"), "test": ("test_masks", "masks_test")}
 CLASS_NAMES_KEY = "class_names"
+_IMAGES_AT_ONCE = 256
 
 
 @final
@@ -54,10 +55,52 @@ def load_npz(
         DataError: if arrays are missing, do not match, or are not what they should be.
     """
     options = options or LoadOptions()
-    arrays = _open(path, options.unit_column)
+    return splits_of_arrays(_open(path, options.unit_column), path, options, class_names=class_names)
+
+
+def arrays_of(data: object) -> dict[str, NDArray[Any]]:
+    """Bring images that are given in Python to the arrays of an .npz file.
+
+    Args:
+        data: a dict of arrays or tensors, by the names that an .npz file uses; a pair of images and labels; or a
+            map-style Dataset of such pairs, which is read as a whole and may name its classes in ``classes``.
+
+    Raises:
+        DataError: it is none of these, or its items do not have the same shape.
+    """
+    if isinstance(data, Mapping):
+        return {str(name): np.atleast_1d(np.asarray(values)) for name, values in data.items()}
+    if isinstance(data, tuple) and len(data) == 2:
+        return {"images": np.asarray(data[0]), "labels": np.atleast_1d(np.asarray(data[1]))}
+    rows: Any = data
+    if isinstance(data, (str, bytes)) or not hasattr(rows, "__getitem__") or not hasattr(rows, "__len__"):
+        raise DataError(
+            f"data must be a pair of images and labels, a dict of arrays or a map-style Dataset, got "
+            f"{type(data).__name__}."
+        )
+    items = [rows[row] for row in range(len(rows))]
+    if not all(isinstance(item, (tuple, list)) and len(item) == 2 for item in items):
+        raise DataError("each item of the data must be a pair of an image and its label.")
+    try:
+        images, labels = (np.stack([np.asarray(part) for part in parts]) for parts in zip(*items, strict=True))
+    except ValueError as error:
+        raise DataError(f"the images or labels of the data do not have the same shape: {shown(error)}.") from error
+    names = {CLASS_NAMES_KEY: np.asarray(rows.classes, dtype=np.str_)} if hasattr(rows, "classes") else {}
+    return {"images": images, "labels": labels, **names}
+
+
+def splits_of_arrays(
+    arrays: dict[str, NDArray[Any]], path: Path, options: LoadOptions, *, class_names: Sequence[str] | None = None
+) -> tuple[ImageStore, ImageStore | None]:
+    """Make the splits of arrays that are named as in an .npz file; ``path`` is where they come from, for messages.
+
+    Raises:
+        DataError: as for ``load_npz``.
+    """
     splits = ["train", *(["test"] if any(key in arrays for key in IMAGE_KEYS["test"]) else [])]
     parts = [_part(arrays, split, options, path) for split in splits]
-    names = _class_names(arrays, [part.answers for part in parts], class_names, options, path)
+    labels = [part.answers for part in parts if part is not parts[0] or options.public or options.classes_are_public]
+    names = _class_names(arrays, labels, class_names, options, path)
     train = _store(parts[0], names, name=f"{path.stem} train", path=path, options=options)
     if len(parts) == 1:
         return train, None
@@ -70,6 +113,9 @@ def _part(arrays: dict[str, NDArray[Any]], split: str, options: LoadOptions, pat
     answers = _pick(arrays, (MASK_KEYS if options.segmentation else LABEL_KEYS)[split], path)
     if options.segmentation:
         answers = _masks(answers, options, path)
+    if len(answers) != len(images):  # before anything as long as one of them is made
+        what = f"{'masks' if options.segmentation else 'labels'} {answers.shape}"
+        raise DataError(f"{shown(path)}: {what} don't match {len(images)} images {images.shape[1:]}.")
     owners, column = None, options.unit_column
     if column is not None and split == "test":
         column = f"test_{column}"
@@ -152,18 +198,26 @@ def _bytes(images: NDArray[Any], path: Path) -> NDArray[np.uint8]:
     """
     kind, width = images.dtype.kind, images.dtype.itemsize
     if kind == "u" and width == 1:
-        return images.astype(np.uint8)
+        return images
     if kind == "u" and width == 2:
-        return ((images.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8)
+        return _by_piece(images, lambda piece: (piece.astype(np.uint32) * 255 + 32767) // 65535)
     if kind == "b":
-        return images.astype(np.uint8) * np.uint8(255)
+        return _by_piece(images, lambda piece: piece * np.uint8(255))
     top = {"f": 1, "i": 255, "u": 255}.get(kind)
     if top is None or (images.size and not (images.min() >= 0 and images.max() <= top)):
         raise DataError(
             f"{shown(path)}: {images.dtype} images must be numbers in 0..{top or 255}. Store them as uint8, 0..255, "
             "or give the window of intensities to be seen."
         )
-    return np.rint(images.astype(np.float64) * (255 / top)).astype(np.uint8)
+    return _by_piece(images, lambda piece: np.rint(piece.astype(np.float64) * (255 / top)))
+
+
+def _by_piece(images: NDArray[Any], change: Callable[[NDArray[Any]], NDArray[Any]]) -> NDArray[np.uint8]:
+    """Change some images at a time: all at once would take up to eight times the memory of the file's own array."""
+    found = np.empty(images.shape, dtype=np.uint8)
+    for start in range(0, len(images), _IMAGES_AT_ONCE):
+        found[start : start + _IMAGES_AT_ONCE] = change(images[start : start + _IMAGES_AT_ONCE])
+    return found
 
 
 def _class_names(
@@ -173,13 +227,18 @@ def _class_names(
     options: LoadOptions,
     path: Path,
 ) -> tuple[str, ...]:
-    """Name the classes: as given, as the file says, or as the labels say."""
+    """Name the classes: as given, as the file says, or as those labels say that are public."""
     if given is not None:
         return tuple(given)
     if CLASS_NAMES_KEY in arrays and not (options.segmentation and options.mask_classes == "merged"):
         return tuple(_texts(arrays[CLASS_NAMES_KEY].reshape(-1)))
-    if options.segmentation:
+    if options.segmentation and (labels or options.mask_classes == "merged"):
         return mask_class_names(labels, options.mask_classes)
+    if not labels:
+        raise DataError(
+            f"{shown(path)} does not say which classes there are, and has no public test part that shows them: private "
+            "labels must not decide it. Add an array of texts named class_names to the images and labels."
+        )
     if len({each.dtype.kind in "US" for each in labels}) > 1:
         raise DataError(f"{shown(path)}: labels are texts in one split and numbers in the other.")
     values = np.concatenate([each.reshape(-1) for each in labels])
@@ -194,7 +253,13 @@ def _class_names(
 def _numbered(labels: NDArray[Any], names: tuple[str, ...], path: Path) -> NDArray[np.int64]:
     """Number the labels by their class."""
     if labels.dtype.kind not in "US":
-        return _whole(labels, path)
+        numbers = _whole(labels, path)
+        if numbers.size and numbers.max() >= len(names):
+            raise DataError(
+                f"{shown(path)}: labels must lie in 0..{len(names) - 1}, the numbers of the classes. Name all classes "
+                "in an array class_names."
+            )
+        return numbers
     number = {name: index for index, name in enumerate(names)}
     unknown = sorted(set(_texts(labels)) - number.keys())
     if unknown:

@@ -39,6 +39,9 @@ class LoadOptions(DataConfig):
     """Whether a missing public dataset may be downloaded."""
     public: bool = False
     """Whether this data is public, so that no one is protected in it. Set by ``without_units``."""
+    classes_are_public: bool = True
+    """Whether the classes of an .npz file may follow from all its labels. Not where the training part is private: its
+    largest label would decide the shape of the released model."""
 
     @model_validator(mode="before")
     @classmethod

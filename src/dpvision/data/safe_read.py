@@ -30,6 +30,8 @@ from dpvision.errors import BadFile, DataError, require_memory, shown
 
 MAX_DEFLATE_RATIO = 1100
 """Deflate compresses by 1 : 1032 at most, so a header that promises more than this lies."""
+MAX_LARGE_RATIO, LARGE_ARRAY = 256, 2**28
+"""Arrays of more bytes than this must not be compressed by more than this: masks hardly are, but zeros are."""
 _CHUNK = 2**24
 _MAX_DIMENSIONS = 32
 _ZIP_COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
@@ -128,6 +130,11 @@ def read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[An
     most = member.compress_size * MAX_DEFLATE_RATIO + 1024
     if member.compress_type not in _ZIP_COMPRESSIONS or member.file_size > most:
         raise DataError(f"{where} is refused: its compression is not what .npz files use.")
+    if member.file_size > max(LARGE_ARRAY, member.compress_size * MAX_LARGE_RATIO):
+        raise DataError(
+            f"{where} is refused: {member.compress_size} bytes would become {member.file_size}. If that is meant, save "
+            "the file without compression (numpy.savez)."
+        )
     with archive.open(member) as file:
         return read_npy(file, size=member.file_size, where=where)
 

@@ -16,7 +16,7 @@ from dpvision.config import DataConfig, RunConfig, required
 from dpvision.data.batches import hold_out
 from dpvision.data.datasets import dataset_names
 from dpvision.data.image_folder import split_folders
-from dpvision.data.loading import load, load_one
+from dpvision.data.loading import load, load_given, load_one
 from dpvision.data.normalisation import Normalisation, fixed_normalisation
 from dpvision.data.options import LoadOptions
 from dpvision.data.store import ImageStore, dense_units
@@ -44,12 +44,13 @@ class RunSplits:
     skipped: tuple[tuple[str, str], ...] = ()
 
 
-def load_splits(config: RunConfig, keys: Keys) -> RunSplits:
+def load_splits(config: RunConfig, keys: Keys, given: object | None = None) -> RunSplits:
     """Load both splits; without a test set, hold out a part of the units.
 
     Args:
         config: names the data; its fields may still be open.
         keys: ``holdout_keys`` of the run.
+        given: images in Python, as for ``load_given``, in the place of ``config.data.source``, which is their name.
 
     Raises:
         DataError: a file can't be read, or a split would be empty.
@@ -58,7 +59,7 @@ def load_splits(config: RunConfig, keys: Keys) -> RunSplits:
     Guarantee: each unit is held out independently of the others, see ``hold_out``.
     """
     data, options = config.data, load_options(config)
-    loaded = load(data.source, options)
+    loaded = load(data.source, options) if given is None else load_given(given, data.source, options)
     train, test, held_out = loaded.train, loaded.test, False
     if data.test is not None:
         require_test_part(data, has_one=test is not None)
@@ -83,7 +84,11 @@ def holdout_keys(keys: Keys, run_id: str) -> Keys:
 
 def load_options(config: RunConfig) -> LoadOptions:
     """Say how the configuration wants the training images to be read."""
-    return LoadOptions(**config.data.model_dump(), segmentation=config.task == "segmentation")
+    return LoadOptions(
+        **config.data.model_dump(),
+        segmentation=config.task == "segmentation",
+        classes_are_public=not config.privacy.enabled,
+    )
 
 
 def require_test_part(data: DataConfig, *, has_one: bool) -> None:

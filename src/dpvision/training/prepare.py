@@ -70,12 +70,13 @@ class Prepared:
     notes: tuple[str, ...]
 
 
-def prepare(config: RunConfig, keys: Keys) -> Prepared:
+def prepare(config: RunConfig, keys: Keys, data: object | None = None) -> Prepared:
     """Resolve a configuration in the order of the table above.
 
     Args:
         config: as the user wrote it; open fields are None.
         keys: ``holdout_keys`` of the run; they also draw the noise of the count.
+        data: images that are given in Python, as for ``train``.
 
     Returns:
         The run's configuration with every field filled in but the pixel constants.
@@ -88,7 +89,7 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
         raise ArgumentError("mean and std are written by the run itself: choose normalisation instead.")
     config, sized = choose_image_size(config)
     config, constants = resolve_initial_weights(config)
-    splits = load_splits(config, keys)
+    splits = load_splits(config, keys, data)
     if constants is not None:
         splits = replace(splits, published=constants)  # what the weights were trained with goes first
     config = name_normalisation(name_units(config, splits.train), splits)

@@ -94,6 +94,7 @@ class _State:
     released: bool = False
     problem: str | None = None
     draws: DatasetBatches | None = None
+    declared_loss: object = None
     privatizer: Privatizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -531,18 +532,21 @@ class PrivateRun:
 
     def _declare_code(self, loss_fn: LossFunction) -> None:
         """Declare the model and the loss, each source once; the configuration names the last one of each."""
-        state, loss = self._state, _named(loss_fn, "loss")
+        state, code = self._state, getattr(loss_fn, "__code__", loss_fn)
+        if code is state.declared_loss:
+            return
+        loss = _named(loss_fn, "loss")
         named = {
             "model": {"name": self._model_code[0], "sha256": self._model_code[1]},
             "loss": loss[0],
             "loss_sha256": loss[1],
         }
-        if named.items() <= state.config.items():
-            return
-        state.config = {**state.config, **named}
-        state.folder.write_whole_config(_text(state.config))  # before the ledger: a resumed run must know it too
-        for what, how in own_code_declarations(state.config):
-            self._declare(what, how)
+        if not named.items() <= state.config.items():
+            state.config = {**state.config, **named}
+            state.folder.write_whole_config(_text(state.config))  # before the ledger: a resumed run must know it too
+            for what, how in own_code_declarations(state.config):
+                self._declare(what, how)
+        state.declared_loss = code  # held, so that nothing else gets its place in memory
 
     def _declare(self, what: str, how: str) -> None:
         self._state.ledger.note("declare", {"what": what, "how": how})

@@ -43,6 +43,7 @@ def resume_training(
     callback: RunCallback | None = None,
     model: object | None = None,
     loss: object | None = None,
+    data: object | None = None,
 ) -> RunResult:
     """Continue a run from its newest whole checkpoint.
 
@@ -53,6 +54,7 @@ def resume_training(
         callback: told about progress.
         model: the run's own model again, as for ``train``; only where it has one.
         loss: the run's own loss again; only where it has one.
+        data: the run's data again, where it was given in Python.
 
     Returns:
         The outcome, the certificate and the metrics.
@@ -68,7 +70,7 @@ def resume_training(
     """
     callback = callback or RunCallback()
     session, notes = resume_run(
-        Path(run), allow_fork=allow_fork, device=device, callback=callback, model=model, loss=loss
+        Path(run), allow_fork=allow_fork, device=device, callback=callback, model=model, loss=loss, data=data
     )
     return run_to_release(session, callback, notes=notes)
 
@@ -81,6 +83,7 @@ def resume_run(
     callback: RunCallback | None = None,
     model: object | None = None,
     loss: object | None = None,
+    data: object | None = None,
 ) -> tuple[Session, list[str]]:
     """Restore the run in ``path``, and list what the user should know about it."""
     folder = RunFolder.open(path)
@@ -95,7 +98,7 @@ def resume_run(
         parse_config(folder.read_whole_config()), model=model, loss=loss, allow_fork=allow_fork
     )
     stored = folder.load_key()
-    splits = load_splits(config, holdout_keys(stored.keys, stored.run_id))
+    splits = load_splits(config, holdout_keys(stored.keys, stored.run_id), data)
     ledger = folder.open_ledger()
     require_same_plan(config, ledger, stored)
     binding = run_binding(config, splits, run_id=stored.run_id, device=device)

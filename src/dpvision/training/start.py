@@ -55,6 +55,7 @@ def train(
     callback: RunCallback | None = None,
     model: object | None = None,
     loss: object | None = None,
+    data: object | None = None,
 ) -> RunResult:
     """Train a model and write its release.
 
@@ -70,6 +71,10 @@ def train(
             and stays as it is. Default: the configured one.
         loss: the user's own loss: FILE.py:FUNCTION, or a function of outputs and targets that returns one value per
             row. Default: the configured one.
+        data: images in Python, in the place of a file: a pair of images and labels (arrays or tensors), a dict of
+            arrays named as in an .npz file, or a map-style Dataset of such pairs. ``config.data.source`` is its name.
+            A private run takes its classes from ``class_names`` or from the test part of the dict, or from
+            ``classes`` of the Dataset.
 
     Returns:
         The outcome, the certificate and the metrics.
@@ -85,7 +90,7 @@ def train(
     """
     callback = callback or RunCallback()
     config, code = load_run_code(config, model=model, loss=loss)
-    session, prepared = start_run(config, Path(run), seed=seed, device=device, callback=callback, code=code)
+    session, prepared = start_run(config, Path(run), seed=seed, device=device, callback=callback, code=code, data=data)
     return run_to_release(session, callback, choices=prepared.choices, notes=prepared.notes)
 
 
@@ -97,12 +102,13 @@ def start_run(
     device: str,
     callback: RunCallback | None = None,
     code: RunCode = NO_CODE,
+    data: object | None = None,
 ) -> tuple[Session, Prepared]:
     """Make a new run in the order above. Nothing is written before data, plan and model have been checked."""
     RunFolder.require_new(path)
     keys = Keys.from_os_entropy() if seed is None else Keys.from_seed(seed)
     run_id = keys.derive("run")[:8].hex()
-    prepared = prepare(config, holdout_keys(keys, run_id))
+    prepared = prepare(config, holdout_keys(keys, run_id), data)
     config, splits = prepared.config, prepared.splits
 
     model, stages = model_and_stages(config, splits, device, code)
