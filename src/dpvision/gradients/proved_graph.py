@@ -99,7 +99,8 @@ def clear_refusals() -> Iterator[None]:
         if "reentrant" in str(error):
             remedy = "Use checkpoint(..., use_reentrant=False)."
         raise ArgumentError(
-            f"the model or the loss{place} can't be run on rows of this shape and type ({type(error).__name__}). {remedy}"
+            f"the model or the loss{place} can't be run on rows of this shape and type ({type(error).__name__}). "
+            f"{remedy}"
         ) from error
 
 

@@ -8,6 +8,7 @@ than its code has no fused copy, and neither has one with nothing to gain.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import random
 import types
@@ -80,9 +81,10 @@ def frozen_values(model: nn.Module) -> tuple[Any, ...]:
 
 def _code_of(kind: type[nn.Module]) -> tuple[Any, Any]:
     """Return a class and what its forward depends on, which a user may replace too."""
+    forward = inspect.getattr_static(kind, "forward", None)  # that of compiled modules can't be asked for
     if kind.__module__.startswith(("torch.", "dpvision.")):
-        return kind, kind.forward
-    return kind, frozen_callable(kind.forward)
+        return kind, forward
+    return kind, frozen_callable(forward)
 
 
 def frozen_callable(function: Any) -> Any:
