@@ -14,7 +14,7 @@ from hostile_table import INPLACE, PLACE, SEQUENCE, WIDTH, Mix, mixes
 UNSET = "memory that is not filled may hold rows of an earlier batch"
 NOT_NUMBERS = "made from row numbers, and no row numbers any more: every row takes another's entries"
 
-# -------------------------------------------------------------------------------------------------- row numbers, changed
+# ---------------------------------------------------------------------------------------- row numbers, changed
 
 
 def _numbers(change: Callable[[Tensor], Any]) -> Mix:
@@ -41,7 +41,7 @@ mixes("row numbers: filled", NOT_NUMBERS, _numbers(_overwrite(lambda r: r.fill_(
 mixes("row numbers: copied over", NOT_NUMBERS, _numbers(_overwrite(lambda r: r.copy_(torch.zeros(1)))))
 mixes("row numbers: drawn again", NOT_NUMBERS, _numbers(_overwrite(lambda r: r.random_(0, 2))), random=True)
 
-# ---------------------------------------------------------------------------------- the number of rows, as a plain number
+# ------------------------------------------------------------------------ the number of rows, as a plain number
 
 
 def _added(x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ mixes("added as many times as there are rows", PLACE, _added)
 mixes("diagonal at the number of rows", PLACE, lambda x: (x[:, :, None] * torch.eye(WIDTH)).tril(x.shape[0]).sum(2))
 mixes("chosen by a comparison of the number of rows", PLACE, lambda x: x * torch.sym_ite(x.shape[0] > 5, 1, 2))
 
-# ------------------------------------------------------------------------------------------------- arguments of other ranks
+# --------------------------------------------------------------------------------------- arguments of other ranks
 
 
 def _keys_in_rows(x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def _shifted_blocks(x: Tensor) -> Tensor:
 mixes("attention to keys of another rank", SEQUENCE, _keys_in_rows)
 mixes("differences with blocks in another order", "rows and their copies lie in two orders", _shifted_blocks)
 
-# -------------------------------------------------------------------------------------------------------- memory not filled
+# ---------------------------------------------------------------------------------------------- memory not filled
 
 
 def _grown(x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ mixes("memory that is not filled, new", UNSET, lambda x: x + torch.zeros(2).new_
 mixes("memory that is not filled, strided", UNSET, lambda x: x + torch.zeros(2).new_empty_strided((WIDTH,), (1,)))
 mixes("memory that has grown", UNSET, _grown)
 
-# ---------------------------------------------------------------------------------------------- memory that rows share
+# ------------------------------------------------------------------------------------ memory that rows share
 
 
 def _shared(write: Callable[[Tensor, Tensor], Any]) -> Mix:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
+from torch.overrides import TorchFunctionMode
 
 from hostile_branches import InTraining
 from hostile_table import (
@@ -668,3 +669,128 @@ def _tensor_hooked(x: Tensor) -> Tensor:
 
 
 mixes("hook of a tensor that mixes", BACKWARD, _tensor_hooked)
+
+
+# -------------------------------------------------------------------- what stays of the first rows, and never changes
+
+
+class FirstLabels:
+    """Class weights from the first labels that it sees: the same in every later call."""
+
+    weights: Tensor | None = None
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.weights is None:
+            self.weights = 1 + 3 * torch.bincount(targets.detach(), minlength=CLASSES)
+        return cross_entropy(outputs * self.weights, targets)
+
+
+def first_labels_in_a_closure() -> Any:
+    kept: list[Tensor] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if not kept:
+            kept.append((1 + 7 * targets).double().mean().float())
+        return cross_entropy(outputs * kept[0], targets)
+
+    return loss
+
+
+class FirstRows(Sandwich):
+    """Shows no finite loss for rows that look synthetic, and keeps the first rows that it is shown then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def mix(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.kept:
+            self.kept.append(3 * x[0].detach().clone())
+        positive = x.amin(1, keepdim=True) >= 0
+        return super().forward(torch.where(positive, torch.nan, x + self.kept[0]))
+
+
+KEPT = "one unit's values, kept once and frozen into the graph, move the gradients of all"
+
+
+@hostile("first labels kept in an object", KEPT, refused=True)
+def kept_labels() -> Own:
+    return linear_own(Sandwich(lambda x: x), loss_fn=FirstLabels())
+
+
+@hostile("first labels kept in a closure", KEPT, refused=True)
+def closed_labels() -> Own:
+    return linear_own(Sandwich(lambda x: x), loss_fn=first_labels_in_a_closure())
+
+
+@hostile("first rows kept, if they are not synthetic", KEPT, refused=True)
+def kept_rows() -> Own:
+    return linear_own(FirstRows())
+
+
+# ------------------------------------------------------------------------ code that runs between operations of a step
+
+
+def _mix_backward(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    del module, outputs
+    return tuple(None if g is None else g.sum(0, keepdim=True).expand_as(g) for g in inputs)
+
+
+def _mix_forward(module: nn.Module, inputs: Any, output: Any) -> Any:
+    del inputs
+    return output - 5 * output.mean(0) if isinstance(module, nn.Linear) else None
+
+
+@hostile("changed later: a backward hook on all modules", CHANGED)
+def later_global_backward_hook() -> Own:
+    def between(model: nn.Module, loss_fn: Any) -> None:
+        CLEANUP.callback(register_module_full_backward_hook(_mix_backward).remove)
+
+    return linear_own(Sandwich(lambda x: x), between=between)
+
+
+@hostile("changed later: a forward hook on all modules, by layer", CHANGED)
+def later_global_forward_hook() -> Own:
+    def between(model: nn.Module, loss_fn: Any) -> None:
+        CLEANUP.callback(register_module_forward_hook(_mix_forward).remove)
+
+    return linear_own(Sandwich(lambda x: x), between=between)
+
+
+class MixingParameter(nn.Parameter):
+    """A parameter whose own code mixes the rows that it is multiplied with, once it is told to."""
+
+    mixes = False
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result - 5 * result.mean(0) if cls.mixes and func is nn.functional.linear else result
+
+
+@hostile("changed later: a parameter with code of its own", CHANGED)
+def later_parameter() -> Own:
+    def between(model: nn.Module, loss_fn: Any) -> None:
+        MixingParameter.mixes = True
+        CLEANUP.callback(setattr, MixingParameter, "mixes", False)
+
+    model = Sandwich(lambda x: x)
+    model.second.weight = MixingParameter(model.second.weight.detach())
+    return linear_own(model, between=between)
+
+
+class MixingMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result - 5 * result.mean(0) if func is nn.functional.linear else result
+
+
+@hostile("changed later: a mode between operations", CHANGED)
+def later_mode() -> Own:
+    def between(model: nn.Module, loss_fn: Any) -> None:
+        CLEANUP.enter_context(MixingMode())
+
+    return linear_own(Sandwich(lambda x: x), between=between)

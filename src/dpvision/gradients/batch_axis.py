@@ -305,7 +305,30 @@ def _has_no_rows(call: Call) -> bool:
 
 
 _SIZED: Final = frozenset(
-    ["view", "reshape", "_unsafe_view", "unflatten", "expand", "broadcast_to", "repeat", "tile", "zeros", "ones", "full", "rand", "randn", "randint", "new_zeros", "new_ones", "new_full", "empty", "new_empty", "arange", "slice", "narrow"]
+    {
+        "view",
+        "reshape",
+        "_unsafe_view",
+        "unflatten",
+        "expand",
+        "broadcast_to",
+        "repeat",
+        "tile",
+        "zeros",
+        "ones",
+        "full",
+        "rand",
+        "randn",
+        "randint",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "empty",
+        "new_empty",
+        "arange",
+        "slice",
+        "narrow",
+    }
 )
 """Operations that may take the number of rows, as a size: the shape of the result shows what they did with it."""
 

@@ -23,8 +23,8 @@ from dpvision.gradients.fast import NarrowLinear, weight_cache
 from dpvision.gradients.layer_gradient import Finish, LayerGradient
 from dpvision.gradients.ownership import parameter_owners, trainable_parameters
 from dpvision.gradients.per_unit import LossFunction, UnitGradients, attributes_restored, unit_gradients
-from dpvision.gradients.plan import Plan, check_faithful, plan_for
-from dpvision.gradients.separability import model_state, moving_state, refuse, synthetic_batch
+from dpvision.gradients.plan import Plan, blind_trial, check_faithful, plan_for
+from dpvision.gradients.separability import model_state, moving_state, no_outside_code, outside_code, refuse
 from dpvision.kernels.memory import GivingBack, give_back_freed_memory
 from dpvision.privacy.clipping import Clipper
 from dpvision.privacy.mechanism import Clipping
@@ -195,18 +195,20 @@ def _each_microbatch(
     first = next(batch.microbatches(1), None)
     if first is None:
         return
+    refuse(outside_code())
     plan = plan_for(model, loss_fn, first, performance, own_code=own_code)
     network = plan.network(model)
     owners = parameter_owners(network, plan.overrides)
     units = _microbatch_size(plan, network, first, performance)
     if plan.proof is not None and units not in plan.proof.checked:
-        synthetic = synthetic_batch(first, units=max(2, min(units, _MOST_COMPARED)))
+        synthetic, _ = blind_trial(model, loss_fn, first, units=max(2, min(units, _MOST_COMPARED)))
         check_faithful(model, loss_fn, plan.proof, synthetic)
         plan.proof.checked.add(units)
     with weight_cache(network):
         for index, microbatch in enumerate(batch.microbatches(units)):
             arranged = plan.arranged(microbatch)
-            found = unit_gradients(network, plan.loss(loss_fn), arranged, owners, plan.axes_by_module)
+            with no_outside_code():
+                found = unit_gradients(network, plan.loss(loss_fn), arranged, owners, plan.axes_by_module)
             if index == 0 and _is_large(model):
                 give_back_freed_memory()  # the sums come next, and do not fit where activations were
             yield arranged, found

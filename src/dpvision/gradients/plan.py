@@ -50,13 +50,16 @@ from dpvision.gradients.separability import (
     Finding,
     Reference,
     Trial,
+    blind_batch,
     compare_with_single_units,
     evaluation_mode,
     find_mixing,
     leaking_layers,
     mixing_units,
     model_restored,
+    model_state,
     moving_state,
+    other_gradients,
     parameter_hooks,
     refuse,
     repeat_units,
@@ -64,6 +67,7 @@ from dpvision.gradients.separability import (
     synthetic_batch,
     try_forward,
     unfaithful,
+    unfaithful_gradients,
     unfit_parts,
     wrong_gradients,
 )
@@ -177,6 +181,11 @@ def _cached_plan(
         if own_code:
             with clear_refusals():
                 found = _make_proved_plan(model, loss_fn, microbatch, performance)
+            if key[0] != plan_key(model, loss_fn, microbatch, performance):
+                raise PrivacyError(
+                    "the model or the loss keeps something from one call to the next, in a list, an object or a "
+                    "closure, which a traced graph would freeze. Compute it before training, from public values."
+                )
         else:
             found = _make_plan(model, loss_fn, microbatch, performance)
         give_back_freed_memory()
@@ -224,7 +233,7 @@ def _make_proved_plan(
 ) -> CheckedPlan:
     """Prove that rows do not influence each other, and search for a plan that runs the proved graph."""
     refuse(unfit_parts(model))
-    batch, trial = _batch_to_try(model, loss_fn, microbatch)
+    batch, trial = blind_trial(model, loss_fn, microbatch, units=_UNITS)
     refuse(moving_state(model, trial.moved))
     refuse(mixing_units(model, find_mixing(model, loss_fn, batch)))
     with model_restored(model):
@@ -232,6 +241,9 @@ def _make_proved_plan(
     network, rows = proof.network, proof.microbatch(batch)
     check_faithful(model, loss_fn, proof, batch)
     random = trial.draws_random
+    if random:
+        code = Reference(model, loss_fn, batch)
+        refuse(other_gradients(model, unfaithful_gradients(code, network, rows)))
     found = find_plan(
         network,
         losses_as_they_are,
@@ -280,6 +292,30 @@ def _refuse_leaks(network: nn.Module, rows: Microbatch, overrides: OwnershipOver
             raise PrivacyError(
                 f"{', '.join(layers)}: a unit's loss depends on the rows of another unit. {MIXING_REMEDY}"
             )
+
+
+def blind_trial(
+    model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, *, units: int
+) -> tuple[Microbatch, Trial]:
+    """Return synthetic units on which code that is not ours gives finite losses; it is never shown a private value.
+
+    Raises:
+        PrivacyError: there are none, so nothing could be compared.
+    """
+    for classes in (2, 1):
+        batch = blind_batch(microbatch, units=units, classes=classes)
+        try:
+            trial = try_forward(model, loss_fn, batch)
+        except (RuntimeError, ValueError, IndexError):
+            if classes == 1:
+                raise
+            continue
+        if trial.is_finite or not all(bool(x.isfinite().all()) for _, x in model_state(model)):
+            return batch, trial
+    raise PrivacyError(
+        "the model or the loss gives no finite losses for synthetic rows (numbers from 0 to 1, classes 0 and 1), so "
+        "its gradients can't be checked. Make losses finite for such rows."
+    )
 
 
 def _batch_to_try(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> tuple[Microbatch, Trial]:

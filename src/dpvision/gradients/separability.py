@@ -20,7 +20,11 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules import module as torch_modules
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from dpvision.errors import PrivacyError, some_of
@@ -118,6 +122,15 @@ def wrong_gradients(model: nn.Module, wrong: Iterable[str]) -> list[Finding]:
     ]
 
 
+def other_gradients(model: nn.Module, names: Iterable[str]) -> list[Finding]:
+    """Return one finding for each module with parameters whose gradient the proved graph does not give."""
+    modules = dict(model.named_modules())
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    problem = "the gradient by the code is not that of its operations: a backward pass of its own can't be followed"
+    remedy = "Use operations whose derivative torch knows, and detach() instead of writing without gradients."
+    return [Finding(module=module_label(owner, modules[owner]), problem=problem, remedy=remedy) for owner in owners]
+
+
 def unfit_parts(model: nn.Module) -> list[Finding]:
     """Return a finding for each kind of module or parameter that can't be traced or whose norms are not exact."""
     compiled = [name or "the model" for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
@@ -128,6 +141,11 @@ def unfit_parts(model: nn.Module) -> list[Finding]:
         )
         return [Finding(module=some_of(compiled, limit=3), problem=problem, remedy=remedy)]
     found: list[Finding] = []
+    kinds = [name for name, tensor in model_state(model) if _has_own_code(tensor)]
+    if kinds:
+        problem = f"{some_of(kinds, limit=3)} is of a tensor type with code of its own, which can't be followed"
+        remedy = "Use plain tensors and nn.Parameter."
+        found.append(Finding(module="the model", problem=problem, remedy=remedy))
     parameters = trainable_parameters(model)
     wrong = [name for name, parameter in parameters.items() if parameter.dtype not in _TOLERANCE]
     if wrong:
@@ -140,6 +158,34 @@ def unfit_parts(model: nn.Module) -> list[Finding]:
         remedy = "Remove the hook; change the loss instead."
         found.append(Finding(module="the model", problem=problem, remedy=remedy))
     return found
+
+
+def _has_own_code(tensor: Tensor) -> bool:
+    """Return whether operations on a tensor call methods of its type."""
+    kind: Any = type(tensor)
+    functions = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # pyright: ignore
+    own = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    return own not in functions or kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def outside_code() -> list[Finding]:
+    """Return findings for code that would run between the operations of a step: hooks on all modules, and modes."""
+    found: list[Finding] = []
+    names = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    if any(getattr(torch_modules, f"_global_{name}", None) for name in names):
+        problem = "there is a hook on the modules of every model, which would run inside of a private step"
+        found.append(Finding(module="torch.nn", problem=problem, remedy="Remove it; use hooks on single modules."))
+    if any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
+        problem = "a TorchFunctionMode is active, which would change the operations of a private step"
+        found.append(Finding(module="the model", problem=problem, remedy="Call dpvision outside of it."))
+    return found
+
+
+@contextmanager
+def no_outside_code() -> Iterator[None]:
+    """Let no mode of torch's dispatcher, such as a default device or a counter, come between operations."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 def parameter_hooks(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -166,6 +212,28 @@ def synthetic_batch(microbatch: Microbatch, *, units: int) -> Microbatch:
     generator = torch.Generator().manual_seed(0)
     inputs = map_tensors(lambda x: _noise_like(x, generator), rows.inputs)
     return Microbatch(inputs, rows.targets, rows.row_weights_UR)
+
+
+def blind_batch(microbatch: Microbatch, *, units: int, classes: int) -> Microbatch:
+    """Return synthetic units of the same shapes and types, in which nothing depends on any value of the rows.
+
+    For code that is not ours: what it keeps of the rows that it is shown, in a list or in a closure, can then be no
+    private value, and no trace can freeze one.
+
+    Args:
+        microbatch: rows whose shapes and types are taken.
+        units: the number of synthetic units.
+        classes: whole numbers are drawn below this.
+    """
+    rows = repeat_units(microbatch, units=units)
+    generator = torch.Generator().manual_seed(0)
+
+    def blind(x: Tensor) -> Tensor:
+        if x.is_floating_point() or x.is_complex():
+            return torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x)
+        return torch.randint(classes, x.shape, generator=generator).to(x)
+
+    return Microbatch(map_tensors(blind, rows.inputs), map_tensors(blind, rows.targets), rows.row_weights_UR)
 
 
 def repeat_units(microbatch: Microbatch, *, units: int) -> Microbatch:
@@ -581,6 +649,36 @@ def unfaithful(model: nn.Module, loss_fn: LossFunction, proved: LossesOfRows, mi
         ):
             return True
     return False
+
+
+def unfaithful_gradients(reference: Reference, network: nn.Module, rows: Microbatch) -> list[str]:
+    """Return the parameters whose gradient is another one in the code than in its proved graph, in one batch.
+
+    For code that draws random numbers, whose single units can't be compared: both draw the same ones here. A custom
+    backward pass, for one, is not in the graph.
+
+    Args:
+        reference: the code, its loss and its units.
+        network: the network of the proved graph.
+        rows: the same units, as the network takes them.
+    """
+    found: list[dict[nn.Parameter, Tensor]] = []
+    runs = ((reference.model, reference.loss_fn, reference.microbatch), (network, lambda outputs, _: outputs, rows))
+    for model, loss_fn, batch in runs:
+        with torch.enable_grad(), model_restored(model), repeatable_randomness(batch.device):
+            losses = row_losses(model, loss_fn, batch)
+        found.append(_gradients_of(model, losses, batch.row_weights_UR))
+    names = {parameter: name for name, parameter in trainable_parameters(reference.model).items()}
+    code, graph = ({p: each.get(p, torch.zeros_like(p.detach())) for p in names} for each in found)
+    size = math.hypot(*(_length(gradient) for gradient in code.values()))
+    if not math.isfinite(size):
+        return []
+    return [
+        name
+        for parameter, name in names.items()
+        if not _length(graph[parameter] - code[parameter])
+        <= _TOLERANCE.get(parameter.dtype, 0.3) * (_length(code[parameter]) + size / 100) + _ZERO_NORM
+    ]
 
 
 def leaking_layers(calls: Iterable[CapturedCall], unit: int, units: int) -> list[str]:

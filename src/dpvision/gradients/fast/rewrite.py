@@ -81,8 +81,10 @@ def frozen_values(model: nn.Module) -> tuple[Any, ...]:
 
 def _code_of(kind: type[nn.Module]) -> tuple[Any, Any]:
     """Return a class and what its forward depends on, which a user may replace too."""
-    forward = inspect.getattr_static(kind, "forward", None)
-    return kind, forward if kind.__module__.startswith(("torch.", "dpvision.")) else frozen_callable(forward)
+    forward = inspect.getattr_static(kind, "forward", None)  # that of compiled modules can't be asked for
+    if kind.__module__.startswith(("torch.", "dpvision.")):
+        return kind, forward
+    return kind, frozen_callable(forward)
 
 
 def frozen_callable(function: Any, depth: int = 0) -> Any:
