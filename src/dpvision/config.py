@@ -485,6 +485,8 @@ class RunConfig(Settings):
     optimizer: OptimizerSettings | None = None
     schedule: ScheduleSettings = ScheduleSettings()
     averaging: AveragingSettings = AveragingSettings()
+    pretrained: Annotated[bool, Flag("--no-pretrained", panel="transfer")] = True
+    """Don't use the installed pretrained weights where the model is left open."""
     cache_features: Annotated[Literal["memory", "disk", "off"], Flag(panel="transfer")] = "memory"
     """Where the features of a frozen backbone are kept; off: computed in every step."""
     feature_precision: Annotated[Literal["float32", "bfloat16"], Flag(panel="transfer")] = "float32"
@@ -497,6 +499,8 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if not self.pretrained and self.transfer is not None:
+            raise ValueError("pretrained=false and transfer exclude each other: leave one of them out")
         if self.loss_sha256 is not None and not is_own(self.loss):
             raise ValueError("loss_sha256 is for an own loss, FILE.py:FUNCTION")
         if self.loss is not None and self.loss not in get_args(LossName) and not is_own(self.loss):

@@ -204,6 +204,26 @@ TRANSFER = (
         ("parts of ImageNet pass for other data", '"*imagenet*"', '"imagenet"'),
     ),
     *mutations(
+        "training/test_pretrained",
+        "training/pretrained.py",
+        (
+            "the default takes weights that were trained on the data",
+            " and not KNOWN_WEIGHTS[DEFAULT].covers(config.data.name)",
+            "",
+        ),
+        ("refused weights are used", "left_open = config.pretrained and config.model", "left_open = config.model"),
+        ("a resumed run takes other weights", "    if found != transfer.sha256:\n", "    if False:\n"),
+    ),
+    *mutations(
+        "training/test_pretrained",
+        "models/backbone.py",
+        (
+            "grey images fill one channel of three",
+            "x_N1HW.repeat(1, COLOUR_CHANNELS, 1, 1)",
+            "torch.cat([x_N1HW, 0 * x_N1HW, 0 * x_N1HW], 1)",
+        ),
+    ),
+    *mutations(
         "training/test_initial_weights",
         "config.py",
         ("the path of the weights is released", 'update={"weights": Path(self.transfer.weights).name}', "update={}"),
