@@ -51,6 +51,7 @@ def score_chart(
     final_label: str,
     baseline: float | None = None,
     baseline_name: str = "constant mask",
+    best: tuple[Point, str] | None = None,
 ) -> Markup:
     """Draw accuracy or Dice on public test data over epsilon or steps.
 
@@ -61,6 +62,7 @@ def score_chart(
         final_label: The text beside the last point.
         baseline: A score to compare with, drawn as a dashed line: that of the best constant prediction.
         baseline_name: What it is.
+        best: The best point of a curve that falls, and its label; it is marked too.
 
     Returns:
         One SVG for wide screens and one for narrow screens; the style sheet shows one of them.
@@ -82,6 +84,9 @@ def score_chart(
         axes.plot(*zip(*points, strict=True), "o-", color=_ACCENT, markersize=4, linewidth=2.5, clip_on=False)
         falls = len(points) > 1 and points[-2][1] > points[-1][1]  # then the label goes below, off the line
         _mark(axes, points[-1], final_label, offset=(6, -22 if falls else 11), align="right")
+        if best is not None:
+            early = best[0][0] < 0.5 * furthest
+            _mark(axes, *best, offset=(-6 if early else 6, 11), align="left" if early else "right")
 
     label = f"Line chart: test {score_name} over {x_title.lower()}, ending at {100 * points[-1][1]:.1f} %."
     return _svg(draw, height=0.7, titles=(x_title, f"Test {score_name}"), label=label)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import ROUND_CEILING, Decimal
 from importlib.resources import files
 from itertools import groupby
@@ -41,6 +41,7 @@ from dpvision.storage.run_folder import REPORT, RunFolder
 
 SPACE = "\u00a0"  # keeps a number and its sign on one line
 NO_BOUND = 0.999  # from here on a bound on attacks is shown as 100 %
+_CALIBRATED = 0.05
 _RATES = (0.001, 0.01, 0.1)  # false positive rates of the table
 _LONGEST_TEXT = 4000
 _DEEPEST = 6
@@ -88,7 +89,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shown = (between, bound_percent, epsilon_text, flat, number, percent, power, sentence)
+    shown = (area, between, bound_percent, epsilon_text, flat, number, percent, power, sentence)
     made.filters |= {function.__name__: function for function in shown}
     return made
 
@@ -133,6 +134,7 @@ def render(run: RunFacts) -> str:
             ranks=ranking_note(run.final),
             fall=fall_text(run.metrics, run.score_name) if run.metrics else None,
             baseline=run.metrics.baseline if run.metrics else None,
+            trust=trust(run.final),
             reliability_chart=_reliability_chart(run.final),
         )
     )
@@ -196,7 +198,14 @@ def _score_chart(run: RunFacts, *, private: bool) -> Markup | None:
         final_label=percent(points[-1][1], of=final.images if final else None),
         baseline=final.comparison.chance if final and final.comparison else None,
         baseline_name="constant mask" if run.score_name == "Dice" else "one class for all",
+        best=_best_point(run, points) if run.metrics and run.metrics.fall else None,
     )
+
+
+def _best_point(run: RunFacts, points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], str]:
+    """The best point of a falling curve, and its label."""
+    best = max(points, key=lambda point: point[1])
+    return best, percent(best[1], of=run.final.images if run.final else None)
 
 
 def _reliability_chart(final: FinalMetrics | None) -> Markup | None:
@@ -326,6 +335,30 @@ def ranking_note(final: FinalMetrics | None) -> str | None:
     )
 
 
+def trust(final: FinalMetrics | None) -> tuple[str, str]:
+    """What the first screen says about trust in single answers: a few words, and what they were measured on.
+
+    A classifier is too sure or not sure enough where its mean confidence differs from its accuracy by more than 5
+    percentage points; masks have no confidence, so their number of test images is stated.
+    """
+    if final is None:
+        return "not known", "no metrics from public data"
+    if final.dice is not None:
+        interval = final.intervals.get("dice")
+        detail = "too few for an interval" if interval is None else f"Dice: {between(interval)}"
+        return f"{final.images or 'no'} test images", detail
+    if final.temperature is not None:
+        gap = final.temperature.before.overconfidence
+        if abs(gap) <= _CALIBRATED:
+            return "well calibrated", f"confidence and accuracy differ by {percent(abs(gap))}"
+        words = "too sure" if gap > 0 else "not sure enough"
+        value = f"{final.temperature.value:.2g}"
+        return words, f"by {percent(abs(gap))} on average: divide the logits by {value} before reading probabilities"
+    if final.calibration is not None:
+        return f"{percent(final.calibration)} off", "calibration error: mean gap between confidence and accuracy"
+    return "not known", "calibration was not measured"
+
+
 def fall_text(metrics: Metrics, score_name: str) -> str | None:
     """Point out a curve that ends clearly below its best point; None if it does not."""
     if metrics.fall is None:
@@ -440,6 +473,12 @@ def epsilon_text(epsilon: float) -> str:
 def percent(share: float, of: int | None = None) -> str:
     """A share as a percentage. Two decimals only where there are enough images (``of``) to give them a meaning."""
     return f"{100 * share:.{2 if of is not None and of >= 1000 else 1}f}{SPACE}%"
+
+
+def area(value: float, interval: tuple[float, float] | None = None) -> str:
+    """An area under a curve (AUC, average precision): three decimals, with its 95 % interval."""
+    ends = "" if interval is None else f" (95{SPACE}% interval {interval[0]:.3f} to {interval[1]:.3f})"
+    return f"{value:.3f}{ends}"
 
 
 def between(interval: tuple[float, float]) -> str:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dpvision.errors import ArgumentError, DataError, validation_message
 from dpvision.release.schema import Certificate, parse_certificate
-from dpvision.release.statements import HELD_OUT, NO_PRIVACY, SHOWN_IMAGES_NAMES
+from dpvision.release.statements import HELD_OUT, NO_PRIVACY, SHOWN_IMAGES_NAMES, TEST_SPLIT
 from dpvision.scoring import Comparison, accuracy_against_chance, compare, falls
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, CONFIG, EXAMPLES, METRICS, Example, parse_examples
@@ -282,7 +282,8 @@ def images_are_public(certificate: Certificate) -> bool:
 
 def tests_on_held_out_images(certificate: Certificate) -> bool:
     """Whether the test images are of the same source as the training images: no epsilon covers them."""
-    return any(entry.how.startswith(HELD_OUT.partition(":")[0]) for entry in certificate.declared)
+    words = HELD_OUT.partition(":")[0]
+    return any(entry.what == TEST_SPLIT and words in entry.how for entry in certificate.declared)
 
 
 def checked_certificate(values: Mapping[str, Any]) -> Certificate:
