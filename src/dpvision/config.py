@@ -135,6 +135,8 @@ class DataConfig(Settings):
     """What a privacy unit is; auto means owners where they are known, else rows."""
     rows_per_unit: int | None = Field(default=None, ge=1, le=10_000)
     """Most rows of one unit that enter a step (1 to 10000)."""
+    public_data: bool = False
+    """Declare the training images public: then the result of --baseline is part of the release."""
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:

@@ -20,14 +20,15 @@ from dpvision.data import dataset_names
 from dpvision.errors import DataError
 
 FLAGS = {
-    "train": """--adjacency --averaging --averaging-decay --averaging-start-step --cache-features --channels
+    "train": """--adjacency --averaging --averaging-decay --averaging-start-step --baseline --cache-features
+        --channels
         --checkpoint-every --clip-norm --clipping --config --count-noise-multiplier --crop-padding --data-dir --delta
         --device --erasing --evaluations --expected-batch-size --feature-precision --flip --head-steps
         --holdout-fraction --image-size --initialisation --json --kernels --learning-rate --licence --loss
         --mask-classes --memory-mib --microbatch-size --model --momentum --most-rows-per-owner --name --nesterov
         --no-channels-last --no-pretrained --no-privacy --noise-multiplier --normalisation --num-units --only-foreground
-        --optimizer --option --output --padding --privacy-unit --quick --recipe --rotation --rows-per-unit --scale
-        --schedule --schedule-every-steps --schedule-factor --schedule-final-fraction --skip-bad --stages
+        --optimizer --option --output --padding --privacy-unit --public-data --quick --recipe --rotation --rows-per-unit
+        --scale --schedule --schedule-every-steps --schedule-factor --schedule-final-fraction --skip-bad --stages
         --statistics-noise-multiplier --steps --target-epsilon --task --test --test-masks --threads --trained
         --transfer-source --transfer-weights --unit-column --unit-csv --unit-folder-level --unit-norm --unit-pattern
         --units --unsafe-seed --views --volume-axis --warmup-steps --weight-decay --window""",

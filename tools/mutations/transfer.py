@@ -215,6 +215,20 @@ TRANSFER = (
         ("a resumed run takes other weights", "    if found != transfer.sha256:\n", "    if False:\n"),
     ),
     *mutations(
+        "training/test_baseline",
+        "training/baseline.py",
+        (
+            "the baseline on private images is released",
+            "return config.data.public_data or config.data.source in dataset_names()",
+            "return True",
+        ),
+        (
+            "the baseline's result is read without the declaration",
+            "if not images_are_declared_public(config) or not path.is_file():",
+            "if not path.is_file():",
+        ),
+    ),
+    *mutations(
         "training/test_pretrained",
         "models/backbone.py",
         (

@@ -303,7 +303,9 @@ def summary_lines(certificate: Mapping[str, Any], metrics: Mapping[str, Any] | N
         *([f"note: {ranking_note(final)}"] if ranking_note(final) else []),
         *([f"note: {fall}"] if fall else []),
     ]
-    lines = [*_score_lines(final), *_guarantee_lines(facts), *verdicts, *warning]
+    found = checked.baseline if checked else None
+    known = [] if found is None or found.score is None else [f"baseline  {percent(found.score)}  ({found.what})"]
+    lines = [*_score_lines(final), *known, *_guarantee_lines(facts), *verdicts, *warning]
     return [visible(line.replace(SPACE, " ")) for line in lines]
 
 
@@ -380,14 +382,16 @@ def verdicts_of(certificate: Mapping[str, Any], metrics: Mapping[str, Any] | Non
 
     Returns:
         ``guarantee_in_order``; ``better_than_chance`` (yes, no or cannot tell) with ``chance``, ``interval`` and what
-        chance is; ``falling_curve`` as a sentence, or None.
+        chance is; ``falling_curve`` as a sentence, or None; ``baseline`` where one was trained on public images.
     """
     checked = checked_metrics(metrics) if metrics is not None else None
     final = checked.final if checked else None
     found = final.comparison if final else None
     nothing = {"better_than_chance": "cannot tell", "interval": None, "chance": None, "chance_is": None}
     name = "Dice" if final is not None and final.dice is not None else "accuracy"
+    compared = checked.baseline if checked else None
     return {
+        **({} if compared is None else {"baseline": compared.model_dump(exclude_none=True)}),
         "guarantee_in_order": not reasons_against_release(checked_certificate(certificate)),
         **(nothing if found is None else {key: value for key, value in found.to_dict().items() if key != "score"}),
         "falling_curve": fall_text(checked, name) if checked else None,

@@ -39,6 +39,7 @@ from dpvision.privacy.noise import standard_normals
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.sampling import mismatch_note
 from dpvision.release.statements import COUNTED_UNITS, PIXEL_STATISTICS, VOLUME
+from dpvision.training.baseline import fill_without_privacy
 from dpvision.training.defaults import (
     DEFAULT_IMAGE_SIZE,
     DEFAULT_MASK_SIZE,
@@ -114,12 +115,13 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
         image_shape=train.image_shape,
         pretrained=bool(of_weights),
     )
+    config, ordinary = fill_without_privacy(config, facts)
     config, chosen = fill_open_settings(config, facts)
     require_both_stages(config)
     config = parse_config((calibrate(config) if config.privacy.enabled else config).model_dump())
     hint = pretrained_note(asked, config.data.image_size or min(sides))
     found = (*notes(config, splits), *([] if hint is None else [hint]))
-    return Prepared(config, splits, (*of_weights, *sized, *of_head, *counted, *chosen), found)
+    return Prepared(config, splits, (*of_weights, *sized, *of_head, *counted, *ordinary, *chosen), found)
 
 
 def load_run_code(
@@ -253,17 +255,16 @@ def name_normalisation(config: RunConfig, splits: RunSplits) -> RunConfig:
 
 def fill_for_head(config: RunConfig) -> tuple[RunConfig, tuple[Choice, ...]]:
     """Fill in what suits a linear head on frozen features: a small clip norm, momentum, a large learning rate."""
-    if config.transfer is None or config.transfer.trained != "head":
+    if config.transfer is None or config.transfer.trained != "head" or not config.privacy.enabled:
         return config, ()
     choices: list[Choice] = []
-    if config.privacy.clip_norm is None and config.privacy.enabled:
+    if config.privacy.clip_norm is None:
         config = _updated(config, "privacy", {"clip_norm": HEAD_CLIP_NORM})
         choices.append(Choice("clip_norm", f"{HEAD_CLIP_NORM:g}", "small, with a large rate, for a head alone"))
     if config.optimizer is None:
-        rate = HEAD_RATE if config.privacy.enabled else HEAD_RATE * HEAD_CLIP_NORM
-        optimizer = OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.9)
+        optimizer = OptimizerSettings(name="sgd", learning_rate=HEAD_RATE, momentum=0.9)
         config = config.model_copy(update={"optimizer": optimizer})
-        choices.append(Choice("optimizer", f"sgd, learning rate {rate:g}, momentum 0.9", "for a head alone"))
+        choices.append(Choice("optimizer", f"sgd, learning rate {HEAD_RATE:g}, momentum 0.9", "for a head alone"))
     return config, tuple(choices)
 
 
