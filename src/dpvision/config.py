@@ -26,7 +26,7 @@ from dpvision.own_code import is_own
 from dpvision.privacy.mechanism import Adjacency, Clipping, Mechanism, OrdinarySampling
 
 Task = Literal["classification", "segmentation"]
-LossName = Literal["cross_entropy", "dice", "dice_cross_entropy"]
+LossName = Literal["cross_entropy", "dice", "dice_cross_entropy", "binary_cross_entropy"]
 KNOWN_DATASETS: Final = ("digits", "mnist", "fashionmnist", "cifar10", "cifar100")
 """Names of data sources that are not paths."""
 Option = bool | int | float | str
@@ -115,6 +115,12 @@ class DataConfig(Settings):
     """With --task segmentation: the masks, a folder or file beside that of the images."""
     test_masks: str | None = None
     """Masks of the public test set."""
+    findings: str | None = None
+    """Multi-label targets: a CSV with the column file and one column per finding (1, 0, -1 or empty: unknown)."""
+    findings_columns: str | None = None
+    """Columns of --findings to use, separated by commas. Default: all but those of file and unit."""
+    test_findings: str | None = None
+    """Findings of the public test set. Default: --findings."""
     mask_classes: Literal["merged", "classes"] = "merged"
     """Whether any value but 0 is foreground (merged), or each value is a class."""
     volume_axis: Literal[0, 1, 2] = 2
@@ -147,6 +153,8 @@ class DataConfig(Settings):
             )
         if self.unit_pattern is not None and _groups(self.unit_pattern) != 1:
             raise ValueError(f"unit_pattern must be a regular expression with one group, got {self.unit_pattern!r}")
+        if self.findings is None and (self.findings_columns is not None or self.test_findings is not None):
+            raise ValueError("findings_columns and test_findings need findings")
         if self.window is not None and not self.window[0] < self.window[1]:
             raise ValueError(f"window must be two numbers, the lower one first, got {self.window}")
         return self
@@ -508,13 +516,18 @@ class RunConfig(Settings):
         if self.loss is not None and self.loss not in get_args(LossName) and not is_own(self.loss):
             known = ", ".join(get_args(LossName))
             raise ValueError(f"loss must be one of {known}, or FILE.py:FUNCTION, got {brief(self.loss)!r}")
+        findings = self.data.findings is not None
+        if self.loss is not None and not is_own(self.loss) and findings != (self.loss == "binary_cross_entropy"):
+            raise ValueError("loss must be binary_cross_entropy where images have findings, and only there")
+        if findings and self.task == "segmentation":
+            raise ValueError("findings are for task=classification, got segmentation")
         if self.task == "segmentation":
             if self.transfer is not None and self.transfer.trained not in ("all", "last"):
                 raise ValueError("transfer.trained must be all or last for segmentation: its features are not kept")
             return self
         if self.data.masks is not None or self.data.test_masks is not None or self.data.only_foreground:
             raise ValueError("masks and only_foreground need task=segmentation")
-        if self.loss not in (None, "cross_entropy") and not is_own(self.loss):
+        if self.loss not in (None, "cross_entropy", "binary_cross_entropy") and not is_own(self.loss):
             raise ValueError(f"loss must be cross_entropy for classification, got {self.loss}")
         return self
 
@@ -554,7 +567,7 @@ class RunConfig(Settings):
 
     def public(self) -> RunConfig:
         """Return what is released of the configuration: names of files and folders without their paths."""
-        paths = ("source", "test", "masks", "test_masks", "unit_csv")
+        paths = ("source", "test", "masks", "test_masks", "unit_csv", "findings", "test_findings")
         names = {name: Path(value).name for name in paths if (value := getattr(self.data, name)) is not None}
         update: dict[str, Any] = {"data": self.data.model_copy(update={**names, "data_dir": None})}
         if self.transfer is not None:

@@ -594,7 +594,7 @@ def test_dice_below_a_constant_mask_is_no_better_than_chance(tmp_path: Path) -> 
 def test_a_non_private_baseline_is_shown_where_there_is_one(tmp_path: Path) -> None:
     metrics = fixtures.metrics(baseline={"accuracy": 0.991, "what": "the same model without noise"})
     text = page_of(tmp_path / "run", metrics=metrics).text
-    assert "99.1 % without privacy" in text
+    assert "99.10 % without privacy" in text
     assert "the same model without noise" in text
 
 

@@ -215,6 +215,22 @@ TRANSFER = (
         ("a resumed run takes other weights", "    if found != transfer.sha256:\n", "    if False:\n"),
     ),
     *mutations(
+        "training/test_finding_runs",
+        "models/losses.py",
+        (
+            "a row with unknown labels is divided by the known ones",
+            "return (each_NF * known_NF).sum(1) / outputs_NF.shape[1]",
+            "return (each_NF * known_NF).sum(1) / known_NF.sum(1).clamp(min=1)",
+        ),
+        ("unknown labels count as absent", "(each_NF * known_NF).sum(1)", "each_NF.sum(1)"),
+    ),
+    *mutations(
+        "training/test_finding_runs",
+        "data/finding_table.py",
+        ("uncertain labels count as absent", 'return float("nan")', "return 0.0"),
+        ("an image without a row is trained on", "    if missing:\n", "    if False:\n"),
+    ),
+    *mutations(
         "training/test_baseline",
         "training/baseline.py",
         (

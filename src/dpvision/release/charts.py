@@ -71,15 +71,18 @@ def score_chart(
     spread = max(max(scores) - min(scores), 0.02)
     furthest = max(x for x, _ in points) or 1.0
 
+    def shown(value: float, style: str) -> str:
+        return f"{value:.3g}" if score_name == "mean AUC" else f"{100 * value:{style}} %"
+
     def draw(axes: Axes) -> None:
         axes.set(xlim=(0, 1.03 * furthest), ylim=(max(0.0, min(scores) - 0.2 * spread), max(scores) + 0.2 * spread))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+        axes.yaxis.set_major_formatter(lambda value, _: shown(value, ".4g"))
         axes.locator_params(axis="y", nbins=6)
         if baseline is not None:
             axes.axhline(baseline, color=_FAINT, linewidth=1.5, dashes=(4, 4), clip_on=False)
             # On the side of the dashed line that the curve's beginning is not on.
             above = points[0][1] < baseline
-            text = f"{baseline_name} {100 * baseline:.1f} %"
+            text = f"{baseline_name} {shown(baseline, '.1f')}"
             _label(axes, text, (0, baseline), offset=(6, 6 if above else -17), colour=_SOFT)
         axes.plot(*zip(*points, strict=True), "o-", color=_ACCENT, markersize=4, linewidth=2.5, clip_on=False)
         falls = len(points) > 1 and points[-2][1] > points[-1][1]  # then the label goes below, off the line

@@ -32,10 +32,11 @@ from dpvision.release.run_facts import (
     images_are_public,
     read_run,
     reasons_against_release,
+    score_name,
     tests_on_held_out_images,
 )
 from dpvision.release.schema import Certificate
-from dpvision.scoring import Comparison, wilson
+from dpvision.scoring import GUESSING, Comparison, wilson
 from dpvision.storage.files import disk_errors, write_atomically
 from dpvision.storage.run_folder import REPORT, RunFolder
 
@@ -135,6 +136,8 @@ def render(run: RunFacts) -> str:
             fall=fall_text(run.metrics, run.score_name) if run.metrics else None,
             baseline=run.metrics.baseline if run.metrics else None,
             trust=trust(run.final),
+            score=score_text(run.final, run.final.score) if run.final else None,
+            other_score=lambda value: score_text(run.final, value),
             reliability_chart=_reliability_chart(run.final),
         )
     )
@@ -195,9 +198,9 @@ def _score_chart(run: RunFacts, *, private: bool) -> Markup | None:
         points,
         x_title="Epsilon spent" if private else "Steps",
         score_name=run.score_name,
-        final_label=percent(points[-1][1], of=final.images if final else None),
+        final_label=score_text(final, points[-1][1]),
         baseline=final.comparison.chance if final and final.comparison else None,
-        baseline_name="constant mask" if run.score_name == "Dice" else "one class for all",
+        baseline_name={"Dice": "constant mask", "mean AUC": "guessing"}.get(run.score_name, "one class for all"),
         best=_best_point(run, points) if run.metrics and run.metrics.fall else None,
     )
 
@@ -205,7 +208,7 @@ def _score_chart(run: RunFacts, *, private: bool) -> Markup | None:
 def _best_point(run: RunFacts, points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], str]:
     """The best point of a falling curve, and its label."""
     best = max(points, key=lambda point: point[1])
-    return best, percent(best[1], of=run.final.images if run.final else None)
+    return best, score_text(run.final, best[1])
 
 
 def _reliability_chart(final: FinalMetrics | None) -> Markup | None:
@@ -294,9 +297,7 @@ def summary_lines(certificate: Mapping[str, Any], metrics: Mapping[str, Any] | N
     final = checked.final if checked else None
     reasons = reasons_against_release(facts)
     warning = [f"NOT FOR RELEASE: {reason}" for reason in reasons]
-    fall = (
-        fall_text(checked, "Dice" if final is not None and final.dice is not None else "accuracy") if checked else None
-    )
+    fall = fall_text(checked, score_name(final)) if checked else None
     verdicts = [
         f"guarantee in order:  {'no' if reasons else 'yes'}",
         f"better than chance:  {chance_verdict(final)}",
@@ -304,7 +305,8 @@ def summary_lines(certificate: Mapping[str, Any], metrics: Mapping[str, Any] | N
         *([f"note: {fall}"] if fall else []),
     ]
     found = checked.baseline if checked else None
-    known = [] if found is None or found.score is None else [f"baseline  {percent(found.score)}  ({found.what})"]
+    compared = None if found is None or found.score is None else score_text(final, found.score)
+    known = [] if found is None or compared is None else [f"baseline  {compared}  ({found.what})"]
     lines = [*_score_lines(final), *known, *_guarantee_lines(facts), *verdicts, *warning]
     return [visible(line.replace(SPACE, " ")) for line in lines]
 
@@ -320,6 +322,8 @@ def chance_verdict(final: FinalMetrics | None) -> str:
 def comparison_text(found: Comparison, of: int | None = None) -> str:
     """The verdict and its numbers in one line."""
     interval = "no interval: too few test images or patients" if found.interval is None else between(found.interval)
+    if found.constant == GUESSING:
+        return f"{found.better} ({area(found.score, found.interval)}; {found.constant}: {found.chance:.1f})"
     score = percent(found.score, of=of)
     return f"{found.better} ({score}, {interval}; {found.constant}: {percent(found.chance, of=of)})"
 
@@ -337,6 +341,13 @@ def ranking_note(final: FinalMetrics | None) -> str | None:
     )
 
 
+def score_text(final: FinalMetrics | None, value: float) -> str:
+    """A headline score: a percentage, or three decimals for an AUC."""
+    if final is not None and final.accuracy is None and final.dice is None:
+        return area(value)
+    return percent(value, of=final.images if final is not None and final.dice is None else None)
+
+
 def trust(final: FinalMetrics | None) -> tuple[str, str]:
     """What the first screen says about trust in single answers: a few words, and what they were measured on.
 
@@ -349,6 +360,11 @@ def trust(final: FinalMetrics | None) -> tuple[str, str]:
         interval = final.intervals.get("dice")
         detail = "too few for an interval" if interval is None else f"Dice: {between(interval)}"
         return f"{final.images or 'no'} test images", detail
+    if final.accuracy is None:
+        few = sum(each is None for each in final.findings.values())
+        interval = final.intervals.get("mean_auc")
+        spread = "no interval" if interval is None else f"AUC {interval[0]:.3f} to {interval[1]:.3f} with 95{SPACE}%"
+        return f"{final.images or 'no'} test images", f"{spread}; {few} findings have too few positives or negatives"
     if final.temperature is not None:
         gap = final.temperature.before.overconfidence
         if abs(gap) <= _CALIBRATED:
@@ -367,8 +383,9 @@ def fall_text(metrics: Metrics, score_name: str) -> str | None:
         return None
     best, last = metrics.fall
     where = f"step {best.step}" if best.epsilon is None else f"epsilon {epsilon_text(best.epsilon)}"
+    shown = area if score_name == "mean AUC" else percent
     return (
-        f"{score_name} was {percent(best.score)} at {where} and ended at {percent(last.score)}: lower --learning-rate, "
+        f"{score_name} was {shown(best.score)} at {where} and ended at {shown(last.score)}: lower --learning-rate, "
         "or train for fewer steps"
     )
 
@@ -388,7 +405,7 @@ def verdicts_of(certificate: Mapping[str, Any], metrics: Mapping[str, Any] | Non
     final = checked.final if checked else None
     found = final.comparison if final else None
     nothing = {"better_than_chance": "cannot tell", "interval": None, "chance": None, "chance_is": None}
-    name = "Dice" if final is not None and final.dice is not None else "accuracy"
+    name = score_name(final)
     compared = checked.baseline if checked else None
     return {
         **({} if compared is None else {"baseline": compared.model_dump(exclude_none=True)}),
@@ -412,8 +429,9 @@ def figures_of(run: Path) -> dict[str, Any]:
     """
     facts = read_run(run)
     final, names = facts.final, ("epsilon", "delta", "epsilon_rdp", "privacy_unit", "adjacency", "steps_taken")
-    by_pixel = final is not None and final.dice is not None
-    scores = ("dice", "dice_per_patient", "baseline_dice") if by_pixel else ("accuracy",)
+    kind = score_name(final)
+    scores = ("dice", "dice_per_patient", "baseline_dice") if kind == "Dice" else ("accuracy",)
+    scores = ("mean_auc", "mean_average_precision") if kind == "mean AUC" else scores
     return {
         **{name: getattr(final, name, None) for name in scores},
         **{name: getattr(facts.certificate, name) for name in (*names, "for_release")},
@@ -431,6 +449,11 @@ def _score_lines(final: FinalMetrics | None) -> list[str]:
     size = f", {final.images:,} images" if final.images else ""
     weights = f", {final.weights} weights" if final.weights else ""
     where = f"({final.evaluated_on}{size}{weights})"
+    if final.accuracy is None and final.dice is None:
+        known = {name: each for name, each in final.findings.items() if each is not None}
+        worst = min(known, key=lambda name: (known[name].auc, name)) if known else None
+        low = [] if worst is None else [f"worst     {area(known[worst].auc, known[worst].auc_interval)}  ({worst})"]
+        return [f"mean AUC  {area(final.score, final.intervals.get('mean_auc'))}  {where}", *low]
     if final.dice is None:
         lines, known = [f"accuracy  {percent(final.score, of=final.images)}  {where}"], final.class_shares
         if len(known) > 1:

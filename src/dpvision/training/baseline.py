@@ -114,7 +114,7 @@ def record_baseline(private: Session, baseline: Session) -> None:
     if private.splits.test.fingerprint() != baseline.splits.test.fingerprint():
         raise PrivacyError("the baseline was not tested on the test images of the private run.")
     headline = {} if baseline.final is None else baseline.final.headline()
-    score = {name: headline[name] for name in ("accuracy", "dice") if headline.get(name) is not None}
+    score = {name: headline[name] for name in ("accuracy", "dice", "mean_auc") if headline.get(name) is not None}
     model = "" if baseline.config.model is None else baseline.config.model.name
     what = f"{model}, ordinary training on the same images, {baseline.total_steps:,} steps"
     stamp = "" if images_are_declared_public(private.config) else NEVER_PUBLISH
@@ -130,4 +130,4 @@ def released_baseline(folder: RunFolder, config: RunConfig) -> dict[str, Any] | 
     if not images_are_declared_public(config) or not path.is_file():
         return None
     found = parse_object(read_file(path), name=str(path))
-    return {name: found[name] for name in ("accuracy", "dice", "what") if name in found}
+    return {name: found[name] for name in ("accuracy", "dice", "mean_auc", "what") if name in found}

@@ -31,6 +31,14 @@ def declarations(config: RunConfig, pictures: RunSplits) -> list[tuple[str, str]
                 "them public, and the metrics of each owner too",
             )
         )
+    if config.data.findings is not None:
+        found.append(
+            (
+                "findings",
+                "their names; a label that is missing or uncertain has no loss, and every sum is divided by the number "
+                "of findings, not of known labels",
+            )
+        )
     if config.data.public_data:
         found.append(
             (

@@ -115,6 +115,8 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
         image_shape=train.image_shape,
         pretrained=bool(of_weights),
     )
+    if config.data.findings is not None and config.loss is None:
+        config = config.model_copy(update={"loss": "binary_cross_entropy"})
     config, ordinary = fill_without_privacy(config, facts)
     config, chosen = fill_open_settings(config, facts)
     require_both_stages(config)

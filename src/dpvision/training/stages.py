@@ -291,11 +291,18 @@ def loss_of(config: RunConfig, splits: RunSplits, code: RunCode = NO_CODE) -> Ro
 
 
 def synthetic_rows(
-    image_shape: tuple[int, int, int], num_classes: int, device: str, *, per_pixel: bool = False
+    image_shape: tuple[int, int, int],
+    num_classes: int,
+    device: str,
+    *,
+    per_pixel: bool = False,
+    multi_label: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Draw four inputs and their targets (classes, or masks of classes) from a fixed seed."""
+    """Draw four inputs and their targets (classes, masks of classes, or findings) from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn((SYNTHETIC_ROWS, *image_shape), generator=generator).to(device)
+    if multi_label:
+        return inputs, torch.randint(2, (SYNTHETIC_ROWS, num_classes), generator=generator).float().to(device)
     shape = (SYNTHETIC_ROWS, *(image_shape[1:] if per_pixel else ()))
     return inputs, torch.randint(num_classes, shape, generator=generator).to(device)
 
@@ -303,7 +310,9 @@ def synthetic_rows(
 def synthetic_like(splits: RunSplits, device: str) -> tuple[Tensor, Tensor]:
     """Synthetic rows of the shape that a run trains on."""
     store = splits.train
-    return synthetic_rows(store.image_shape, store.num_classes, device, per_pixel=store.per_pixel)
+    return synthetic_rows(
+        store.image_shape, store.num_classes, device, per_pixel=store.per_pixel, multi_label=store.multi_label
+    )
 
 
 def shape_errors(image_shape: tuple[int, int, int]) -> AbstractContextManager[None]:

@@ -35,6 +35,7 @@ from dpvision.training.trainer import Outcome, Session, measure, run_steps
 
 _FIRST_FIGURES = (
     "accuracy",
+    "mean_auc",
     "top5",
     "dice",
     "iou",
