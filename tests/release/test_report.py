@@ -594,8 +594,8 @@ def test_dice_below_a_constant_mask_is_no_better_than_chance(tmp_path: Path) -> 
 def test_a_non_private_baseline_is_shown_where_there_is_one(tmp_path: Path) -> None:
     metrics = fixtures.metrics(baseline={"accuracy": 0.991, "what": "the same model without noise"})
     text = page_of(tmp_path / "run", metrics=metrics).text
-    assert "99.10 % without privacy" in text
-    assert "the same model without noise" in text
+    assert "without privacy: the same model without noise" in text
+    assert "99.10 %" in text.partition("What is guaranteed")[0]
 
 
 def test_the_first_screen_says_how_far_single_answers_can_be_trusted(tmp_path: Path) -> None:

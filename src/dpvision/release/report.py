@@ -364,7 +364,8 @@ def trust(final: FinalMetrics | None) -> tuple[str, str]:
         few = sum(each is None for each in final.findings.values())
         interval = final.intervals.get("mean_auc")
         spread = "no interval" if interval is None else f"AUC {interval[0]:.3f} to {interval[1]:.3f} with 95{SPACE}%"
-        return f"{final.images or 'no'} test images", f"{spread}; {few} findings have too few positives or negatives"
+        lacking = f"; {few} findings have too few test images with or without them" if few else ""
+        return f"{final.images or 'no'} test images", f"{spread}{lacking}"
     if final.temperature is not None:
         gap = final.temperature.before.overconfidence
         if abs(gap) <= _CALIBRATED:

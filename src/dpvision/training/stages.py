@@ -262,6 +262,8 @@ def check_units_separate(
     with errors:
         findings = require_private_ready(model, loss_of(config, splits, code), inputs, targets)
     frozen = [finding for finding in findings if finding.problem.startswith(FROZEN)]
+    if config.transfer is not None and config.transfer.trained != "all":
+        return [finding for finding in findings if finding not in frozen]  # meant: the configuration freezes them
     if len(frozen) <= MOST_FROZEN:
         return findings
     problem = f"{len(frozen)} layers are {FROZEN}, stay as they are"
