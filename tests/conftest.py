@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -30,6 +31,15 @@ def nothing_drawn_ahead() -> None:
     noise = sys.modules.get("dpvision.privacy.noise")
     if noise is not None:
         noise._drawn_ahead.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def no_installed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defaults do not depend on whether the extra ``pretrained`` is installed on this machine."""
+    pretrained = sys.modules.get("dpvision.training.pretrained")
+    if pretrained is not None:
+        known = replace(pretrained.KNOWN_WEIGHTS[pretrained.DEFAULT], package="not_installed")
+        monkeypatch.setitem(pretrained.KNOWN_WEIGHTS, pretrained.DEFAULT, known)
 
 
 @pytest.fixture(params=["native", "numpy"])

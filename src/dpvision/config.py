@@ -26,7 +26,7 @@ from dpvision.own_code import is_own
 from dpvision.privacy.mechanism import Adjacency, Clipping, Mechanism, OrdinarySampling
 
 Task = Literal["classification", "segmentation"]
-LossName = Literal["cross_entropy", "dice", "dice_cross_entropy"]
+LossName = Literal["cross_entropy", "dice", "dice_cross_entropy", "binary_cross_entropy"]
 KNOWN_DATASETS: Final = ("digits", "mnist", "fashionmnist", "cifar10", "cifar100")
 """Names of data sources that are not paths."""
 Option = bool | int | float | str
@@ -115,6 +115,12 @@ class DataConfig(Settings):
     """With --task segmentation: the masks, a folder or file beside that of the images."""
     test_masks: str | None = None
     """Masks of the public test set."""
+    findings: str | None = None
+    """Multi-label targets: a CSV with the column file and one column per finding (1, 0, -1 or empty: unknown)."""
+    findings_columns: str | None = None
+    """Columns of --findings to use, separated by commas. Default: all but those of file and unit."""
+    test_findings: str | None = None
+    """Findings of the public test set. Default: --findings."""
     mask_classes: Literal["merged", "classes"] = "merged"
     """Whether any value but 0 is foreground (merged), or each value is a class."""
     volume_axis: Literal[0, 1, 2] = 2
@@ -135,6 +141,8 @@ class DataConfig(Settings):
     """What a privacy unit is; auto means owners where they are known, else rows."""
     rows_per_unit: int | None = Field(default=None, ge=1, le=10_000)
     """Most rows of one unit that enter a step (1 to 10000)."""
+    public_data: bool = False
+    """Declare the training images public: then the result of --baseline is part of the release."""
 
     @model_validator(mode="after")
     def _check_data(self) -> Self:
@@ -145,6 +153,8 @@ class DataConfig(Settings):
             )
         if self.unit_pattern is not None and _groups(self.unit_pattern) != 1:
             raise ValueError(f"unit_pattern must be a regular expression with one group, got {self.unit_pattern!r}")
+        if self.findings is None and (self.findings_columns is not None or self.test_findings is not None):
+            raise ValueError("findings_columns and test_findings need findings")
         if self.window is not None and not self.window[0] < self.window[1]:
             raise ValueError(f"window must be two numbers, the lower one first, got {self.window}")
         return self
@@ -485,6 +495,8 @@ class RunConfig(Settings):
     optimizer: OptimizerSettings | None = None
     schedule: ScheduleSettings = ScheduleSettings()
     averaging: AveragingSettings = AveragingSettings()
+    pretrained: Annotated[bool, Flag("--no-pretrained", panel="transfer")] = True
+    """Don't use the installed pretrained weights where the model is left open."""
     cache_features: Annotated[Literal["memory", "disk", "off"], Flag(panel="transfer")] = "memory"
     """Where the features of a frozen backbone are kept; off: computed in every step."""
     feature_precision: Annotated[Literal["float32", "bfloat16"], Flag(panel="transfer")] = "float32"
@@ -497,18 +509,25 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if not self.pretrained and self.transfer is not None:
+            raise ValueError("pretrained=false and transfer exclude each other: leave one of them out")
         if self.loss_sha256 is not None and not is_own(self.loss):
             raise ValueError("loss_sha256 is for an own loss, FILE.py:FUNCTION")
         if self.loss is not None and self.loss not in get_args(LossName) and not is_own(self.loss):
             known = ", ".join(get_args(LossName))
             raise ValueError(f"loss must be one of {known}, or FILE.py:FUNCTION, got {brief(self.loss)!r}")
+        findings = self.data.findings is not None
+        if self.loss is not None and not is_own(self.loss) and findings != (self.loss == "binary_cross_entropy"):
+            raise ValueError("loss must be binary_cross_entropy where images have findings, and only there")
+        if findings and self.task == "segmentation":
+            raise ValueError("findings are for task=classification, got segmentation")
         if self.task == "segmentation":
             if self.transfer is not None and self.transfer.trained not in ("all", "last"):
                 raise ValueError("transfer.trained must be all or last for segmentation: its features are not kept")
             return self
         if self.data.masks is not None or self.data.test_masks is not None or self.data.only_foreground:
             raise ValueError("masks and only_foreground need task=segmentation")
-        if self.loss not in (None, "cross_entropy") and not is_own(self.loss):
+        if self.loss not in (None, "cross_entropy", "binary_cross_entropy") and not is_own(self.loss):
             raise ValueError(f"loss must be cross_entropy for classification, got {self.loss}")
         return self
 
@@ -548,7 +567,7 @@ class RunConfig(Settings):
 
     def public(self) -> RunConfig:
         """Return what is released of the configuration: names of files and folders without their paths."""
-        paths = ("source", "test", "masks", "test_masks", "unit_csv")
+        paths = ("source", "test", "masks", "test_masks", "unit_csv", "findings", "test_findings")
         names = {name: Path(value).name for name in paths if (value := getattr(self.data, name)) is not None}
         update: dict[str, Any] = {"data": self.data.model_copy(update={**names, "data_dir": None})}
         if self.transfer is not None:

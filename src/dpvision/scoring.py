@@ -295,7 +295,9 @@ def at_threshold(scores_N: Floats, positive_N: Flags, threshold: float) -> dict[
 # Findings: labels of which several, or none, can hold
 
 
-def finding_metrics(scores_NF: Floats, labels_NF: Floats, names: Sequence[str]) -> dict[str, Any]:
+def finding_metrics(
+    scores_NF: Floats, labels_NF: Floats, names: Sequence[str], *, units_N: NDArray[np.int64] | None = None
+) -> dict[str, Any]:
     """Return AUC and average precision of each finding of a multi-label classifier.
 
     Args:
@@ -303,11 +305,13 @@ def finding_metrics(scores_NF: Floats, labels_NF: Floats, names: Sequence[str]) 
         labels_NF: 1 where a finding is present, 0 where it is absent, NaN where it is missing or uncertain. NaN is
             left out of this finding's metrics, and of no other's.
         names: names of the findings.
+        units_N: number of each row's unit, such as a patient; by default each row is its own. Intervals resample
+            units.
 
     Returns:
         ``findings``: by name, AUC and average precision with their intervals, ``chance`` of the average precision
-        (the share of positives) and counts; None for a finding with fewer than 10 rows on either side. ``auc`` and
-        ``average_precision``: their means over the findings that have a value.
+        (the share of positives) and counts; None for a finding with fewer than 10 units on either side. ``auc`` and
+        ``average_precision``: their means over the findings that have a value, and ``intervals`` of the means.
 
     Raises:
         ArgumentError: shapes differ, a label is none of 0, 1 and NaN, or a score is not finite.
@@ -320,18 +324,24 @@ def finding_metrics(scores_NF: Floats, labels_NF: Floats, names: Sequence[str]) 
         raise ArgumentError("scores must be finite.")
     if not (np.isnan(labels_NF) | (labels_NF == 0) | (labels_NF == 1)).all():
         raise ArgumentError("labels of findings must be 0, 1 or NaN for missing.")
+    units_N = np.arange(len(labels_NF)) if units_N is None else units_N
+    clustered = len(np.unique(units_N)) < len(units_N)
     found: dict[str, dict[str, Any] | None] = {}
+    measured: list[tuple[Flags, Ranking]] = []
     for column, name in enumerate(names):
         known = ~np.isnan(labels_NF[:, column])
         scores, positive = scores_NF[known, column], labels_NF[known, column] == 1
         rows, positives = int(known.sum()), int(positive.sum())
-        if min(positives, rows - positives) < FEWEST_UNITS:
+        units = units_N[known]
+        if min(len(np.unique(units[side])) for side in (positive, ~positive)) < FEWEST_UNITS:
             found[name] = None
             continue
-        ranking, units = Ranking(scores, positive), np.arange(rows)
+        ranking, units = Ranking(scores, positive), np.unique(units, return_inverse=True)[1].reshape(-1)
+        measured.append((known, ranking))
+        exact = None if clustered else auc_interval(scores, positive)
         found[name] = {
             "auc": auc(scores, positive),
-            "auc_interval": _listed(auc_interval(scores, positive)),
+            "auc_interval": _listed(exact or bootstrap(ranking.auc, units, cost=rows)),
             "average_precision": average_precision(scores, positive),
             "average_precision_interval": _listed(bootstrap(ranking.average_precision, units, cost=rows)),
             "chance": positives / rows,
@@ -342,7 +352,16 @@ def finding_metrics(scores_NF: Floats, labels_NF: Floats, names: Sequence[str]) 
     means = {
         name: float(np.mean([each[name] for each in shown])) if shown else None for name in ("auc", "average_precision")
     }
-    return {"findings": found, **means}
+    intervals: dict[str, list[float] | None] = {}
+    for name in means if measured else ():
+        over = [_on_known(known, getattr(ranking, name)) for known, ranking in measured]
+        intervals[name] = _listed(bootstrap(_mean_over(over), units_N, cost=len(units_N) * len(over)))
+    return {"findings": found, **means, "intervals": intervals}
+
+
+def _on_known(known_N: Flags, statistic: Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
+    """The statistic of a finding as a function of the weights of all rows."""
+    return lambda weights_BN: statistic(weights_BN[:, known_N])
 
 
 # One classifier
@@ -676,6 +695,7 @@ def accuracy_against_chance(
     return compare(accuracy, known, counts[name] / whole, f"always {name}")
 
 
+GUESSING: Final = "guessing"
 SMALLEST_FALL: Final = 0.02
 
 

@@ -20,17 +20,18 @@ from dpvision.data import dataset_names
 from dpvision.errors import DataError
 
 FLAGS = {
-    "train": """--adjacency --averaging --averaging-decay --averaging-start-step --cache-features --channels
+    "train": """--adjacency --averaging --averaging-decay --averaging-start-step --baseline --cache-features
+        --channels
         --checkpoint-every --clip-norm --clipping --config --count-noise-multiplier --crop-padding --data-dir --delta
-        --device --erasing --evaluations --expected-batch-size --feature-precision --flip --head-steps
-        --holdout-fraction --image-size --initialisation --json --kernels --learning-rate --licence --loss
+        --device --erasing --evaluations --expected-batch-size --feature-precision --findings --findings-columns --flip
+        --head-steps --holdout-fraction --image-size --initialisation --json --kernels --learning-rate --licence --loss
         --mask-classes --memory-mib --microbatch-size --model --momentum --most-rows-per-owner --name --nesterov
-        --no-channels-last --no-privacy --noise-multiplier --normalisation --num-units --only-foreground --optimizer
-        --option --output --padding --privacy-unit --quick --recipe --rotation --rows-per-unit --scale --schedule
-        --schedule-every-steps --schedule-factor --schedule-final-fraction --skip-bad --stages
-        --statistics-noise-multiplier --steps --target-epsilon --task --test --test-masks --threads --trained
-        --transfer-source --transfer-weights --unit-column --unit-csv --unit-folder-level --unit-norm --unit-pattern
-        --units --unsafe-seed --views --volume-axis --warmup-steps --weight-decay --window""",
+        --no-channels-last --no-pretrained --no-privacy --noise-multiplier --normalisation --num-units --only-foreground
+        --optimizer --option --output --padding --privacy-unit --public-data --quick --recipe --rotation --rows-per-unit
+        --scale --schedule --schedule-every-steps --schedule-factor --schedule-final-fraction --skip-bad --stages
+        --statistics-noise-multiplier --steps --target-epsilon --task --test --test-findings --test-masks --threads
+        --trained --transfer-source --transfer-weights --unit-column --unit-csv --unit-folder-level --unit-norm
+        --unit-pattern --units --unsafe-seed --views --volume-axis --warmup-steps --weight-decay --window""",
     "resume": "--device --fork --json --loss --model --threads",
     "plan": """--adjacency --delta --epochs --expected-batch-size --json --noise-multiplier --num-units --plot
         --scale-down --scale-up --steps --target-epsilon""",
@@ -38,8 +39,8 @@ FLAGS = {
         --num-units --steps --trials""",
     "calibrate": """--adjacency --delta --epochs --expected-batch-size --json --noise-multiplier --num-units --steps
         --target-epsilon""",
-    "evaluate": """--data-dir --device --groups --json --model --operating-point --positive --test --test-masks
-        --threads""",
+    "evaluate": """--data-dir --device --groups --json --model --operating-point --positive --test --test-findings
+        --test-masks --threads""",
     "predict": "--csv --device --force --json --model --output --skip-bad --threads --window",
     "verify": "--json --key",
     "audit": """--black-box --canaries --confidence --json --mechanism --members --model --no-attach --non-members

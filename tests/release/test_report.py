@@ -27,6 +27,7 @@ from dpvision.release.build import proved_profile
 from dpvision.release.charts import PREDICTION, TRUTH
 from dpvision.release.report import SPACE, figures_of, summary_lines, verdicts_of, visible, write_report
 from dpvision.release.run_facts import checked_certificate
+from dpvision.release.statements import HELD_OUT, TEST_SPLIT
 from dpvision.storage.run_folder import EXAMPLES, examples_bytes, parse_examples
 from report_fixtures import example
 from report_page import Page
@@ -593,5 +594,27 @@ def test_dice_below_a_constant_mask_is_no_better_than_chance(tmp_path: Path) -> 
 def test_a_non_private_baseline_is_shown_where_there_is_one(tmp_path: Path) -> None:
     metrics = fixtures.metrics(baseline={"accuracy": 0.991, "what": "the same model without noise"})
     text = page_of(tmp_path / "run", metrics=metrics).text
-    assert "Without privacy" in text
-    assert "the same model without noise" in text
+    assert "without privacy: the same model without noise" in text
+    assert "99.10 %" in text.partition("What is guaranteed")[0]
+
+
+def test_the_first_screen_says_how_far_single_answers_can_be_trusted(tmp_path: Path) -> None:
+    def side(gap: float) -> dict[str, float]:
+        return {"loss": 0.5, "overconfidence": gap}
+
+    for gap, words in ((0.22, "too sure"), (-0.2, "not sure enough"), (0.03, "well calibrated")):
+        heat = {"value": 4.6, "before": side(gap), "after": side(0.01), "fitted_on": 200, "reported_on": 200}
+        values = fixtures.metrics()
+        values["final"]["temperature"] = heat
+        text = page_of(tmp_path / words, metrics=values).text
+        assert "Can I trust it?" in text
+        assert words in text.partition("What is guaranteed")[0]
+
+
+def test_metrics_on_held_out_images_are_not_called_free_of_privacy_cost(tmp_path: Path) -> None:
+    values = fixtures.certificate()
+    how = f"10% of the units, {HELD_OUT}"
+    values["declared"] = [*values["declared"], {"what": TEST_SPLIT, "how": how}]
+    text = page_of(tmp_path / "run", certificate=values).text
+    assert "no epsilon covers them" in text
+    assert "cost no privacy" not in text

@@ -204,6 +204,56 @@ TRANSFER = (
         ("parts of ImageNet pass for other data", '"*imagenet*"', '"imagenet"'),
     ),
     *mutations(
+        "training/test_pretrained",
+        "training/pretrained.py",
+        (
+            "the default takes weights that were trained on the data",
+            " and not KNOWN_WEIGHTS[DEFAULT].covers(config.data.name)",
+            "",
+        ),
+        ("refused weights are used", "left_open = config.pretrained and config.model", "left_open = config.model"),
+        ("a resumed run takes other weights", "    if found != transfer.sha256:\n", "    if False:\n"),
+    ),
+    *mutations(
+        "training/test_finding_runs",
+        "models/losses.py",
+        (
+            "a row with unknown labels is divided by the known ones",
+            "return (each_NF * known_NF).sum(1) / outputs_NF.shape[1]",
+            "return (each_NF * known_NF).sum(1) / known_NF.sum(1).clamp(min=1)",
+        ),
+        ("unknown labels count as absent", "(each_NF * known_NF).sum(1)", "each_NF.sum(1)"),
+    ),
+    *mutations(
+        "training/test_finding_runs",
+        "data/finding_table.py",
+        ("uncertain labels count as absent", 'return float("nan")', "return 0.0"),
+        ("an image without a row is trained on", "    if missing:\n", "    if False:\n"),
+    ),
+    *mutations(
+        "training/test_baseline",
+        "training/baseline.py",
+        (
+            "the baseline on private images is released",
+            "return config.data.public_data or config.data.source in dataset_names()",
+            "return True",
+        ),
+        (
+            "the baseline's result is read without the declaration",
+            "if not images_are_declared_public(config) or not path.is_file():",
+            "if not path.is_file():",
+        ),
+    ),
+    *mutations(
+        "training/test_pretrained",
+        "models/backbone.py",
+        (
+            "grey images fill one channel of three",
+            "x_N1HW.repeat(1, COLOUR_CHANNELS, 1, 1)",
+            "torch.cat([x_N1HW, 0 * x_N1HW, 0 * x_N1HW], 1)",
+        ),
+    ),
+    *mutations(
         "training/test_initial_weights",
         "config.py",
         ("the path of the weights is released", 'update={"weights": Path(self.transfer.weights).name}', "update={}"),

@@ -92,7 +92,15 @@ def subject_of_run(path: Path) -> Subject:
         shape, classes = (int(channels), int(height), int(width)), len(data["class_names"])
     except (KeyError, TypeError, ValueError) as error:
         raise TamperError(f"{file} does not say what the model was trained on.") from error
-    return _subject(parse_config(folder.read_config()), shape, classes)
+    config = parse_config(folder.read_config())
+    require_classes(config)
+    return _subject(config, shape, classes)
+
+
+def require_classes(config: RunConfig) -> None:
+    """Refuse a run with findings: the synthetic images of an audit have one class each."""
+    if config.data.findings is not None:
+        raise ArgumentError("audits of runs with findings are not built: audit the same settings with class folders.")
 
 
 def subject_of_config(config: RunConfig) -> Subject:

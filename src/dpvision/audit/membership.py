@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpvision.audit.audited_runs import session_on, whole_model
+from dpvision.audit.audited_runs import require_classes, session_on, whole_model
 from dpvision.audit.bounds import Attack, attack_metrics, likelihood_ratio, metrics_by_class
 from dpvision.config import parse_config
 from dpvision.data import ImageStore, LoadOptions, Normalisation, load_one
@@ -77,6 +77,7 @@ def sides_of(run: Path, released: ReleasedModel, *, members: str | None, others:
     """
     if members is not None and others is not None:
         return Sides(_named(members, released), _named(others, released))
+    require_classes(released.config)
     folder = RunFolder.open(run)
     stored = folder.load_key()
     own = load_splits(parse_config(folder.read_whole_config()), holdout_keys(stored.keys, stored.run_id))

@@ -17,7 +17,7 @@ from dpvision.errors import ArgumentError
 from dpvision.storage.files import disk_errors, write_atomically
 
 if TYPE_CHECKING:
-    from dpvision.inference import MaskMetrics, Metrics
+    from dpvision.inference import FindingMetrics, MaskMetrics, Metrics
     from dpvision.inference.load import ReleasedModel
 
 
@@ -28,6 +28,7 @@ def evaluate(
     run: Run,
     test: Annotated[str | None, typer.Option(help="Public images. Default: the run's own test split.")] = None,
     test_masks: Annotated[str | None, typer.Option(help="Their masks, for a segmentation model.")] = None,
+    test_findings: Annotated[str | None, typer.Option(help="CSV of their findings, for a model of findings.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder that holds the known datasets.")] = None,
     groups: Annotated[
         Path | None,
@@ -53,7 +54,7 @@ def evaluate(
     Example: dpvision evaluate runs/liver --test scans --test-masks masks
     """
     set_threads(threads)
-    from dpvision.inference import Metrics, evaluate_masks
+    from dpvision.inference import FindingMetrics, Metrics, evaluate_masks
     from dpvision.inference import evaluate as measure
     from dpvision.inference.load import load_model, load_test_images
     from dpvision.inference.metrics import details_of, groups_of_rows, read_groups
@@ -66,7 +67,9 @@ def evaluate(
     # What a user's own code prints must not mix with the results.
     with redirect_stdout(sys.stderr):
         released = load_model(run, model=model)
-        store = load_test_images(run, released, test=test, test_masks=test_masks, data_dir=data_dir)
+        store = load_test_images(
+            run, released, test=test, test_masks=test_masks, data_dir=data_dir, test_findings=test_findings
+        )
         judge = evaluate_masks if store.per_pixel else measure
         metrics = judge(released.model.to(device), store, released.normalisation)
     values = {"evaluated_on": store.name, **metrics.to_dict()}
@@ -79,6 +82,8 @@ def evaluate(
         values |= details_of(metrics.scored, point=point, positive=positive)
         if names is not None:
             values["groups"] = metrics.scored.by_group(groups_of_rows(names, store))
+    if isinstance(metrics, FindingMetrics) and names is not None:
+        values["groups"] = metrics.by_group(groups_of_rows(names, store))
     first, *others = [*_lines(metrics), *_detail_lines(values)]
     if comparison is not None:
         others.append(f"better than chance: {comparison_text(comparison)}".replace("\u00a0", " "))
@@ -149,7 +154,20 @@ def _classes(released: ReleasedModel, images: list[Path], *, skip_bad: bool, dev
     from dpvision.inference import predict_probabilities
 
     loaded, names, skipped = load_images(images, image_shape=released.image_shape, skip_bad=skip_bad)
-    rows = predict_probabilities(released.model.to(device), loaded, released.normalisation)
+    several = released.config.data.findings is not None
+    rows = predict_probabilities(released.model.to(device), loaded, released.normalisation, findings=several)
+    if several:
+        found = [[n for n, p in zip(released.class_names, row.tolist(), strict=True) if p >= 0.5] for row in rows]
+        answers: list[dict[str, Any]] = [
+            {"picture": name, "class": ", ".join(present) or "none", "findings": present, "probabilities": row.tolist()}
+            for name, present, row in zip(names, found, rows, strict=True)
+        ]
+        lines = [
+            f"{each['picture']}: "
+            + ", ".join(f"{n} {p:.1%}" for n, p in zip(released.class_names, each["probabilities"], strict=True))
+            for each in answers
+        ]
+        return {"class_names": list(released.class_names), "predictions": answers}, lines, list(skipped)
     answers = [
         {
             "picture": name,
@@ -205,14 +223,26 @@ def _detail_lines(values: dict[str, Any]) -> list[str]:
     for name, group in values.get("groups", {}).items():
         if group is None:
             found.append(f"group {name}: fewer than 10 units, not shown")
-        else:
+        elif "accuracy" in group:
             found.append(line(f"group {name}", group["accuracy"], group["intervals"]["accuracy"]))
+        elif group["auc"] is not None:
+            found.append(line(f"group {name}, mean AUC", group["auc"], group["intervals"]["auc"]))
     return found
 
 
-def _lines(metrics: Metrics | MaskMetrics) -> list[str]:
-    from dpvision.inference import Metrics
+def _lines(metrics: Metrics | FindingMetrics | MaskMetrics) -> list[str]:
+    from dpvision.inference import FindingMetrics, Metrics
 
+    if isinstance(metrics, FindingMetrics):
+        mean = "not known: too few test images" if metrics.mean_auc is None else f"{metrics.mean_auc:.3f}"
+        shown = {
+            name: "fewer than 10 units with or without it" if each is None else f"AUC {each['auc']:.3f}"
+            for name, each in metrics.findings.items()
+        }
+        return [
+            f"mean AUC {mean}, {metrics.count} images",
+            *(f"{name:24} {text}" for name, text in shown.items()),
+        ]
     if isinstance(metrics, Metrics):
         shares = metrics.per_class.items()
         each = [f"{name:24} {'no images' if share is None else f'{share:.2%}'}" for name, share in shares]

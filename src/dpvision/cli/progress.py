@@ -61,8 +61,11 @@ class TerminalProgress(RunCallback):
         self._update("steps", completed=done, epsilon=text)
 
     def evaluated(self, point: dict[str, Any]) -> None:
-        """Show the newest metric of the test split: Dice or accuracy."""
-        metric = f"Dice {point['dice']:.3f}" if "dice" in point else f"{point['accuracy']:.2%}"
+        """Show the newest metric of the test split: Dice, mean AUC or accuracy."""
+        if "mean_auc" in point:
+            metric = "AUC not known" if point["mean_auc"] is None else f"AUC {point['mean_auc']:.3f}"
+        else:
+            metric = f"Dice {point['dice']:.3f}" if "dice" in point else f"{point['accuracy']:.2%}"
         self._update("steps", metric=f"test {metric}")
 
     def progressed(self, what: str, *, done: int, total: int) -> None:

@@ -37,6 +37,14 @@ class TrainFlags:
     config: Annotated[Path | None, typer.Option(help="TOML file with settings of the run to start from.")] = None
     output: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME-1, -2 …")] = None
     quick: Annotated[bool, typer.Option("--quick", help="Smoke test of a recipe: two steps, synthetic images.")] = False
+    baseline: Annotated[
+        bool,
+        typer.Option(
+            "--baseline",
+            help="Train without privacy too, for comparison; see --public-data.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False
     json: Json = False
     scale: Annotated[
         str,
@@ -68,7 +76,9 @@ def train(given: Given, flags: TrainFlags) -> None:
     seed = 0 if flags.quick and flags.unsafe_seed is None else flags.unsafe_seed
     # What a user's own code prints must not mix with the results.
     with closing(TerminalProgress()) as progress, redirect_stdout(sys.stderr):
-        result = train_run(config, run=folder, seed=seed, device=flags.device, callback=progress)
+        result = train_run(
+            config, run=folder, seed=seed, device=flags.device, callback=progress, baseline=flags.baseline
+        )
     _finish(result, json=flags.json, quick=flags.quick)
 
 

@@ -120,8 +120,8 @@ class ImageBatches:
         return as_microbatch(inputs, targets, rows_UR, self._views.count)
 
     def _targets(self, labels: Tensor, words_NKJ: NDArray[np.uint64]) -> Tensor:
-        """A class for each view, or for each of its pixels: a mask moves with its image."""
-        if labels.ndim == 1:
+        """A class or findings for each view, or a class for each of its pixels: a mask moves with its image."""
+        if labels.ndim < 3:
             return labels.repeat_interleave(self._views.count, dim=0)
         return make_views(labels[:, None], self._views, words_NKJ, classes=True)[:, 0].to(torch.int64)
 

@@ -35,15 +35,19 @@ class Listing:
         root: the folder.
         class_names: the classes, in the order of their numbers.
         files: paths below ``root``, sorted.
+        findings: labels (files, findings) where several classes, or none, can hold; None for one class a file.
     """
 
     root: Path
     class_names: tuple[str, ...]
     files: tuple[str, ...]
+    findings: torch.Tensor | None = None
 
     @property
     def labels(self) -> torch.Tensor:
-        """The class number of each file, from its first folder."""
+        """The findings of each file, or its class number, from its first folder."""
+        if self.findings is not None:
+            return self.findings
         number = {name: index for index, name in enumerate(self.class_names)}
         return torch.tensor([number[file.split("/")[0]] for file in self.files], dtype=torch.int64)
 

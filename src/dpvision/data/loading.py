@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import final
 
 from dpvision.data.datasets import DATASETS, DIGITS, dataset_names, load_digits, locate
-from dpvision.data.image_folder import list_classes, load_listing, shape_for, split_folders
+from dpvision.data.finding_table import list_findings
+from dpvision.data.image_folder import Listing, list_classes, load_listing, shape_for, split_folders
 from dpvision.data.images import fit
 from dpvision.data.masks import load_pairs, with_foreground
 from dpvision.data.mnist_cifar import has_cifar, has_idx, load_cifar, load_idx, open_cifar, refuse_pickled_cifar
@@ -115,12 +116,16 @@ def _load(
         return *_load_segmentation(source, options, class_names, progress), None
     if _is_name(source):
         _refuse_units(options)
+        if options.findings is not None:
+            raise DataError(f"{source} has one class an image: findings belong to a folder of images.")
         if source == DIGITS:
             train, test, constants = load_digits()
             return *_fitted(train, test, options), constants
         dataset = DATASETS[str(source)]
         return *_load_dataset(locate(dataset, options, progress=progress), dataset.name, options), dataset.normalisation
     _require_path(source)
+    if options.findings is not None and not path.is_dir():
+        raise DataError(f"findings belong to a folder of images, got {shown(path)}.")
     if options.window is not None and path.suffix != ".npz" and not options.public:
         raise DataError(f"{shown(path)} has no intensities for a window: that is for .npz files and volumes.")
     if path.is_dir() and not _is_dataset_folder(path):
@@ -168,8 +173,11 @@ def _load_folder(
     train_folder, test_folder = split_folders(path)
     if options.public:
         train_folder, test_folder = test_folder or train_folder, None
-    listing = list_classes(train_folder, class_names=class_names, least=1 if options.public else 2)
-    test_listing = None if test_folder is None else list_classes(test_folder, class_names=listing.class_names)
+    if options.findings is not None:
+        listing, test_listing = _list_both(train_folder, test_folder, options, class_names)
+    else:
+        listing = list_classes(train_folder, class_names=class_names, least=1 if options.public else 2)
+        test_listing = None if test_folder is None else list_classes(test_folder, class_names=listing.class_names)
     shape = shape_for(listing.root, listing.files, options, progress=progress)
     known = () if test_listing is None else test_listing.files
     train = load_listing(listing, image_shape=shape, options=options, name=name, also_known=known, progress=progress)
@@ -177,6 +185,17 @@ def _load_folder(
         return train, None
     public = options.without_units()
     return train, load_listing(test_listing, image_shape=shape, options=public, name=f"{name} test", progress=progress)
+
+
+def _list_both(
+    train: Path, test: Path | None, options: LoadOptions, names: Sequence[str] | None
+) -> tuple[Listing, Listing | None]:
+    """List the images of both folders with their findings, from one CSV file or from two."""
+    listing = list_findings(train, options, names=names, other=test)
+    if test is None:
+        return listing, None
+    public = options.without_units().model_copy(update={"findings": options.test_findings or options.findings})
+    return listing, list_findings(test, public, names=listing.class_names)
 
 
 def _load_dataset(place: Path, name: str, options: LoadOptions) -> Pair:

@@ -63,7 +63,9 @@ def load_splits(config: RunConfig, keys: Keys, given: object | None = None) -> R
     train, test, held_out = loaded.train, loaded.test, False
     if data.test is not None:
         require_test_part(data, has_one=test is not None)
-        others = options.with_shape(train.image_shape).model_copy(update={"masks": data.test_masks})
+        others = options.with_shape(train.image_shape).model_copy(
+            update={"masks": data.test_masks, "findings": data.test_findings or data.findings}
+        )
         test = load_one(data.test, others, class_names=train.class_names)
     elif test is None:
         train, test = hold_out(train, fraction=data.holdout_fraction, keys=keys)

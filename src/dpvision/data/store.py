@@ -35,7 +35,8 @@ class ImageStore:
 
     Attributes:
         images: uint8 (rows, channels, height, width).
-        labels: int64 (rows,), one class per image, or uint8 (rows, height, width), one class per pixel.
+        labels: int64 (rows,), one class per image; uint8 (rows, height, width), one class per pixel; or float32
+            (rows, findings), 1, 0 or NaN where a finding holds, does not hold or is not known.
         class_names: one name for each class, also for classes without an image.
         unit_of_row: int64 (rows,); units are numbered from 0 in the order in which they first appear.
         name: what the dataset is called.
@@ -58,8 +59,9 @@ class ImageStore:
         if self.images.dtype != torch.uint8 or self.images.ndim != 4:
             raise DataError(f"images must be uint8 (N, C, H, W), got {self.images.dtype} {tuple(self.images.shape)}.")
         per_row, per_pixel = (torch.int64, (rows,)), (torch.uint8, (rows, *self.images.shape[2:]))
+        several = (torch.float32, (rows, len(self.class_names)))
         for name, values, allowed in (
-            ("labels", self.labels, (per_row, per_pixel)),
+            ("labels", self.labels, (per_row, per_pixel, several)),
             ("unit_of_row", self.unit_of_row, (per_row,)),
         ):
             if (values.dtype, tuple(values.shape)) not in allowed:
@@ -70,7 +72,11 @@ class ImageStore:
         for name, texts in (("row_names", self.row_names), ("owners", self.owners)):
             if texts is not None and len(texts) != rows:
                 raise DataError(f"{name} must name {rows} rows, got {len(texts)}.")
-        if rows and not (int(self.labels.min()) >= 0 and int(self.labels.max()) < self.num_classes):
+        if self.multi_label:
+            known = self.labels[~self.labels.isnan()]
+            if not ((known == 0) | (known == 1)).all():
+                raise DataError("labels of findings must be 0, 1 or NaN for unknown.")
+        elif rows and not (int(self.labels.min()) >= 0 and int(self.labels.max()) < self.num_classes):
             low, high = int(self.labels.min()), int(self.labels.max())
             raise DataError(f"labels must lie in 0..{self.num_classes - 1}, got {low}..{high}.")
         if rows and int(self.unit_of_row.min()) < 0:
@@ -93,6 +99,11 @@ class ImageStore:
     def per_pixel(self) -> bool:
         """Whether every pixel has a class of its own."""
         return self.labels.ndim == 3
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether several classes, or none, can hold for an image: its labels are findings."""
+        return self.labels.ndim == 2
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -130,7 +141,7 @@ class ImageStore:
 
     @cached_property
     def _fingerprint(self) -> str:
-        kind = "pixels " if self.per_pixel else ""
+        kind = "pixels " if self.per_pixel else "findings " if self.multi_label else ""
         digest = hashlib.sha256(f"dpvision store/1 {tuple(self.images.shape)} {self.num_classes} {kind}".encode())
         for values in (self.images, self.labels, self.unit_of_row):
             digest.update(np.ascontiguousarray(values.numpy()).data)

@@ -112,7 +112,13 @@ def _trained_on(certificate: dict[str, Any], path: Path) -> tuple[tuple[str, ...
 
 
 def load_test_images(
-    run: Path, released: ReleasedModel, *, test: str | None, test_masks: str | None, data_dir: Path | None
+    run: Path,
+    released: ReleasedModel,
+    *,
+    test: str | None,
+    test_masks: str | None,
+    data_dir: Path | None,
+    test_findings: str | None = None,
 ) -> ImageStore:
     """Load public images to measure a released model on.
 
@@ -122,14 +128,22 @@ def load_test_images(
         test: images to load; by default the run's own test split.
         test_masks: masks of ``test``, for segmentation.
         data_dir: folder that holds the known datasets.
+        test_findings: CSV of the findings of ``test``, for a model of findings.
 
     Raises:
+        ArgumentError: masks or findings are given or missing where the model does not fit.
         DataError: the run's test split is no longer what it was.
     """
     if test_masks is not None and (test is None or released.config.task != "segmentation"):
         raise ArgumentError("--test-masks belong to the pictures of --test and to a model that draws masks.")
+    if (test_findings is not None) != (test is not None and released.config.data.findings is not None):
+        raise ArgumentError(
+            "--test-findings belong to the images of --test and to a model of findings, and only there."
+        )
     if test is not None:
-        return load_one(test, _options_like(released, test_masks, data_dir), class_names=released.class_names)
+        return load_one(
+            test, _options_like(released, test_masks, data_dir, test_findings), class_names=released.class_names
+        )
     folder = RunFolder.open(run)
     stored = folder.load_key()
     whole = parse_config(folder.read_whole_config())
@@ -141,7 +155,10 @@ def load_test_images(
     return store
 
 
-def _options_like(released: ReleasedModel, masks: str | None, data_dir: Path | None) -> LoadOptions:
+def _options_like(
+    released: ReleasedModel, masks: str | None, data_dir: Path | None, findings: str | None = None
+) -> LoadOptions:
     """Read other images as the run read its own, without its table of owners."""
     other = {"data_dir": None if data_dir is None else str(data_dir), "unit_csv": None, "masks": masks}
+    other |= {"findings": findings, "test_findings": None}
     return load_options(released.config).with_shape(released.image_shape).model_copy(update=other)

@@ -23,7 +23,17 @@ from dpvision.data.normalisation import Normalisation
 from dpvision.data.store import ImageStore, dense_units
 from dpvision.errors import DataError, shown
 from dpvision.inference.predict import outputs_of
-from dpvision.scoring import Comparison, OperatingPoint, Scored, accuracy_against_chance
+from dpvision.models.losses import finding_loss
+from dpvision.scoring import (
+    FEWEST_UNITS,
+    GUESSING,
+    Comparison,
+    OperatingPoint,
+    Scored,
+    accuracy_against_chance,
+    compare,
+    finding_metrics,
+)
 from dpvision.storage.files import read_file
 
 CALIBRATION_BINS = 15
@@ -72,6 +82,60 @@ class Metrics:
         return accuracy_against_chance(self.accuracy, self.per_class_count, interval)
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class FindingMetrics:
+    """Metrics of a multi-label classifier on one set of images; all are finite.
+
+    Attributes:
+        mean_auc: mean AUC over the findings that have one; None if none has.
+        mean_average_precision: the same of the average precision.
+        loss: mean over images of the sum over known labels, divided by the number of findings.
+        findings: AUC and average precision of each finding, with 95 % intervals; None below 10 units on either side.
+        intervals: 95 % interval of ``mean_auc`` and ``mean_average_precision``.
+        count: number of images.
+        outputs: scores (N, F), labels (N, F), the unit of each row, and the names, for metrics of groups.
+    """
+
+    mean_auc: float | None
+    mean_average_precision: float | None
+    loss: float
+    findings: Mapping[str, dict[str, Any] | None]
+    intervals: Mapping[str, list[float] | None]
+    count: int
+    outputs: tuple[Any, Any, Any, tuple[str, ...]] | None = field(default=None, repr=False, compare=False)
+
+    def headline(self) -> dict[str, float | None]:
+        """The most important metrics, the first one first."""
+        return {"mean_auc": self.mean_auc}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        found = asdict(replace(self, outputs=None))
+        del found["outputs"]
+        return found
+
+    def comparison(self) -> Comparison | None:
+        """Whether the mean AUC is better than guessing; None if no finding has an AUC."""
+        if self.mean_auc is None:
+            return None
+        interval = self.intervals.get("mean_auc")
+        return compare(self.mean_auc, None if interval is None else (interval[0], interval[1]), 0.5, GUESSING)
+
+    def by_group(self, groups: Sequence[str]) -> dict[str, dict[str, Any] | None]:
+        """Metrics of each group of rows, by name; None for one with fewer than 10 units."""
+        if self.outputs is None:
+            return {}
+        scores_NF, labels_NF, units_N, names = self.outputs
+        found: dict[str, dict[str, Any] | None] = {}
+        for name in sorted(set(groups)):
+            rows = np.array(groups, dtype=object) == name
+            few = len(np.unique(units_N[rows])) < FEWEST_UNITS
+            part = None if few else finding_metrics(scores_NF[rows], labels_NF[rows], names, units_N=units_N[rows])
+            found[name] = None if part is None else {"count": int(rows.sum()), **part}
+        return found
+
+
 def details_of(scored: Scored, *, point: OperatingPoint | None = None, positive: str | None = None) -> dict[str, Any]:
     """Return everything that has an interval, for JSON; all values are finite.
 
@@ -111,7 +175,7 @@ def evaluate(
     normalisation: Normalisation,
     *,
     parameters: Mapping[str, Tensor] | None = None,
-) -> Metrics:
+) -> Metrics | FindingMetrics:
     """Measure a classifier on every image of a public store.
 
     Args:
@@ -121,12 +185,12 @@ def evaluate(
         parameters: replaces the model's own where given, such as averaged ones.
     """
     outputs = outputs_of(model, store.images, normalisation.apply, parameters=parameters)
-    return metrics_of(torch.cat(list(outputs)).cpu(), store.labels, store.class_names, owners=store.owners)
+    return _measured(torch.cat(list(outputs)).cpu(), store)
 
 
 def evaluate_features(
     rest: nn.Module, features: Tensor, store: ImageStore, *, parameters: Mapping[str, Tensor] | None = None
-) -> Metrics:
+) -> Metrics | FindingMetrics:
     """Measure a classifier on the features of its frozen backbone: as ``evaluate`` on the whole model, up to rounding.
 
     Args:
@@ -136,7 +200,28 @@ def evaluate_features(
         parameters: replaces those of ``rest`` where given.
     """
     outputs = outputs_of(rest, features, Tensor.float, parameters=parameters)
-    return metrics_of(torch.cat(list(outputs)).cpu(), store.labels, store.class_names, owners=store.owners)
+    return _measured(torch.cat(list(outputs)).cpu(), store)
+
+
+def _measured(logits: Tensor, store: ImageStore) -> Metrics | FindingMetrics:
+    """Metrics of classes, or of findings."""
+    if not store.multi_label:
+        return metrics_of(logits, store.labels, store.class_names, owners=store.owners)
+    _require_matching(logits, store.labels, store.class_names)
+    losses = finding_loss(logits.double(), store.labels.double())
+    scores = logits.double().nan_to_num(0.0).numpy()
+    labels, names = store.labels.double().numpy(), store.class_names
+    units = np.arange(len(labels)) if store.owners is None else dense_units(store.owners).numpy()
+    found = finding_metrics(scores, labels, names, units_N=units)
+    return FindingMetrics(
+        mean_auc=found["auc"],
+        mean_average_precision=found["average_precision"],
+        loss=float(losses.where(losses.isfinite(), LARGEST_LOSS).mean()),
+        findings=found["findings"],
+        intervals={f"mean_{name}": interval for name, interval in found["intervals"].items()},
+        count=len(labels),
+        outputs=(scores, labels, units, names),
+    )
 
 
 def metrics_of(

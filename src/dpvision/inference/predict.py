@@ -77,10 +77,19 @@ def outputs_of(
             yield outputs
 
 
-def predict_probabilities(model: nn.Module, images: Tensor, normalisation: Normalisation) -> Tensor:
-    """Predict class probabilities of uint8 images (N, C, H, W): float32 (N, classes) on the CPU."""
-    logits = torch.cat(list(outputs_of(model, images, normalisation.apply)))
-    return logits.double().cpu().softmax(dim=1).float()
+def predict_probabilities(
+    model: nn.Module, images: Tensor, normalisation: Normalisation, *, findings: bool = False
+) -> Tensor:
+    """Predict class probabilities of uint8 images (N, C, H, W): float32 (N, classes) on the CPU.
+
+    Args:
+        model: left unchanged.
+        images: the images.
+        normalisation: the pixel constants that the model was trained with.
+        findings: whether several classes, or none, can hold: then each has a probability of its own.
+    """
+    logits = torch.cat(list(outputs_of(model, images, normalisation.apply))).double().cpu()
+    return (logits.sigmoid() if findings else logits.softmax(dim=1)).float()
 
 
 def predict_masks(

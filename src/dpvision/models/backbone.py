@@ -22,6 +22,7 @@ from dpvision.errors import ArgumentError, Problems
 
 BackboneNorm = Literal["frozen", "group", "batch"]
 FeatureNorm = Literal["layer", "none"]
+COLOUR_CHANNELS = 3
 
 
 @final
@@ -84,6 +85,23 @@ def resize(size: int) -> nn.Module:
     problems.count("resize_to", size, least=0)
     problems.raise_if_any()
     return Resize(size) if size else nn.Identity()
+
+
+@final
+class GreyToColour(nn.Module):
+    """Repeat the one channel of grey images, so that a network for colour images takes them; each image by itself."""
+
+    def forward(self, x_N1HW: Tensor) -> Tensor:
+        """(N, 1, H, W) → (N, 3, H, W)."""
+        return x_N1HW.repeat(1, COLOUR_CHANNELS, 1, 1)
+
+
+def colour_front(in_channels: int) -> tuple[nn.Module, int]:
+    """Return the layer before a network that was trained on colour images, and the channels that it gives.
+
+    Grey images are repeated to three channels; others stay as they are.
+    """
+    return (GreyToColour(), COLOUR_CHANNELS) if in_channels == 1 else (nn.Identity(), in_channels)
 
 
 def norm_maker(norm: BackboneNorm, *, groups: int, eps: float) -> Callable[[int], nn.Module]:

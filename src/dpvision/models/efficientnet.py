@@ -19,7 +19,15 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
-from dpvision.models.backbone import BackboneNorm, FeatureNorm, draw, feature_norm_layer, norm_maker, resize
+from dpvision.models.backbone import (
+    BackboneNorm,
+    FeatureNorm,
+    colour_front,
+    draw,
+    feature_norm_layer,
+    norm_maker,
+    resize,
+)
 from dpvision.models.layers import Norm, SamePad2d, SpatialMean, SqueezeExcite
 from dpvision.models.layers import activation as make_activation
 
@@ -185,16 +193,20 @@ def efficientnet_lite0(
 ) -> nn.Module:
     """EfficientNet-Lite0. ``resize_to`` scales images inside the model (0: not at all), so 32 pixels can become 128.
 
+    Grey images (``in_channels=1``) are repeated to the three channels of the published weights.
+
     ``norm`` "frozen" keeps the published BatchNorm as fixed numbers; "group" makes it a GroupNorm that learns on.
     ``feature_norm`` "layer" standardises each row's 1280 features before the head (FACTS §10); the published network
     has "none".
     """
     make_norm = norm_maker(norm, groups=groups, eps=_EPS)
+    colour, channels = colour_front(in_channels)
     model = nn.Sequential(
         OrderedDict[str, nn.Module](
             resize=resize(resize_to),
+            colour=colour,
             pad=SamePad2d(3, stride=2),
-            conv_stem=nn.Conv2d(in_channels, 32, 3, stride=2, bias=False),
+            conv_stem=nn.Conv2d(channels, 32, 3, stride=2, bias=False),
             bn0=make_norm(32),
             act=nn.ReLU6(),
             blocks=nn.Sequential(*(LiteBlock(*block, norm=make_norm) for block in _blocks())),

@@ -16,7 +16,7 @@ from dpvision.config import LossName, Task
 from dpvision.errors import ArgumentError, Problems
 
 RowLoss = Callable[[Tensor, Tensor], Tensor]
-LOSSES: tuple[LossName, ...] = ("cross_entropy", "dice", "dice_cross_entropy")
+LOSSES: tuple[LossName, ...] = ("cross_entropy", "dice", "dice_cross_entropy", "binary_cross_entropy")
 SMOOTHING = 1.0
 """Added above and below in Dice, in pixels: an empty mask then has a loss, and no gradient grows without bound."""
 
@@ -31,7 +31,8 @@ def loss_for(task: Task, loss: LossName | str, num_classes: int) -> RowLoss:
 
     Args:
         task: "classification" or "segmentation".
-        loss: "cross_entropy"; for segmentation also "dice" and "dice_cross_entropy".
+        loss: "cross_entropy"; for segmentation also "dice" and "dice_cross_entropy"; for findings
+            "binary_cross_entropy".
         num_classes: of the data; at least 2 for masks.
 
     Returns:
@@ -45,13 +46,18 @@ def loss_for(task: Task, loss: LossName | str, num_classes: int) -> RowLoss:
     problems = Problems()
     problems.require(loss in LOSSES, f"loss must be one of {', '.join(LOSSES)}, got {loss!r}.")
     problems.require(
-        task == "segmentation" or loss == "cross_entropy",
+        task == "segmentation" or loss in ("cross_entropy", "binary_cross_entropy"),
         f"loss must be cross_entropy where an image has one class, got {loss!r}. Set task to segmentation for masks.",
     )
     problems.require(
         task == "classification" or num_classes >= 2, f"masks must have at least two classes, got {num_classes}."
     )
+    problems.require(
+        task == "classification" or loss != "binary_cross_entropy", "binary_cross_entropy is for findings of images."
+    )
     problems.raise_if_any()
+    if loss == "binary_cross_entropy":
+        return finding_loss
     return classification_loss if task == "classification" else MaskLoss(loss, outputs_for(task, num_classes))
 
 

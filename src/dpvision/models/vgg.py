@@ -10,7 +10,7 @@ from collections import OrderedDict
 from torch import nn
 
 from dpvision.errors import Problems
-from dpvision.models.backbone import FeatureNorm, draw, feature_norm_layer, resize
+from dpvision.models.backbone import FeatureNorm, colour_front, draw, feature_norm_layer, resize
 
 _BLOCKS = ((64, 64), (128, 128), (256, 256, 256))
 
@@ -23,12 +23,15 @@ def vgg16_conv3(
     pool_to: int = 2,
     feature_norm: FeatureNorm = "layer",
 ) -> nn.Module:
-    """VGG16 up to its third pool, averaged to ``pool_to`` × ``pool_to`` places, standardised row by row, linear."""
+    """VGG16 up to its third pool, averaged to ``pool_to`` × ``pool_to`` places, standardised row by row, linear.
+
+    Grey images (``in_channels=1``) are repeated to three channels.
+    """
     problems = Problems()
     problems.count("pool_to", pool_to)
     problems.raise_if_any()
     layers: list[nn.Module] = []
-    channels = in_channels
+    colour, channels = colour_front(in_channels)
     for block in _BLOCKS:
         for width in block:
             layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
@@ -38,6 +41,7 @@ def vgg16_conv3(
     model = nn.Sequential(
         OrderedDict[str, nn.Module](
             resize=resize(resize_to),
+            colour=colour,
             features=nn.Sequential(*layers),
             pool=nn.AdaptiveAvgPool2d(pool_to),
             flatten=nn.Flatten(),

@@ -51,6 +51,7 @@ def score_chart(
     final_label: str,
     baseline: float | None = None,
     baseline_name: str = "constant mask",
+    best: tuple[Point, str] | None = None,
 ) -> Markup:
     """Draw accuracy or Dice on public test data over epsilon or steps.
 
@@ -61,6 +62,7 @@ def score_chart(
         final_label: The text beside the last point.
         baseline: A score to compare with, drawn as a dashed line: that of the best constant prediction.
         baseline_name: What it is.
+        best: The best point of a curve that falls, and its label; it is marked too.
 
     Returns:
         One SVG for wide screens and one for narrow screens; the style sheet shows one of them.
@@ -69,19 +71,25 @@ def score_chart(
     spread = max(max(scores) - min(scores), 0.02)
     furthest = max(x for x, _ in points) or 1.0
 
+    def shown(value: float, style: str) -> str:
+        return f"{value:.3g}" if score_name == "mean AUC" else f"{100 * value:{style}} %"
+
     def draw(axes: Axes) -> None:
         axes.set(xlim=(0, 1.03 * furthest), ylim=(max(0.0, min(scores) - 0.2 * spread), max(scores) + 0.2 * spread))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+        axes.yaxis.set_major_formatter(lambda value, _: shown(value, ".4g"))
         axes.locator_params(axis="y", nbins=6)
         if baseline is not None:
             axes.axhline(baseline, color=_FAINT, linewidth=1.5, dashes=(4, 4), clip_on=False)
             # On the side of the dashed line that the curve's beginning is not on.
             above = points[0][1] < baseline
-            text = f"{baseline_name} {100 * baseline:.1f} %"
+            text = f"{baseline_name} {shown(baseline, '.1f')}"
             _label(axes, text, (0, baseline), offset=(6, 6 if above else -17), colour=_SOFT)
         axes.plot(*zip(*points, strict=True), "o-", color=_ACCENT, markersize=4, linewidth=2.5, clip_on=False)
         falls = len(points) > 1 and points[-2][1] > points[-1][1]  # then the label goes below, off the line
         _mark(axes, points[-1], final_label, offset=(6, -22 if falls else 11), align="right")
+        if best is not None:
+            early = best[0][0] < 0.5 * furthest
+            _mark(axes, *best, offset=(-6 if early else 6, 11), align="left" if early else "right")
 
     label = f"Line chart: test {score_name} over {x_title.lower()}, ending at {100 * points[-1][1]:.1f} %."
     return _svg(draw, height=0.7, titles=(x_title, f"Test {score_name}"), label=label)

@@ -15,6 +15,8 @@ from dpvision.release.statements import OWN_MODEL, WORDING, own_code_declaration
 
 _METRICS = {
     "accuracy": "Accuracy",
+    "mean_auc": "AUC, mean over findings",
+    "mean_average_precision": "Average precision, mean over findings",
     "top5": "Top-5 accuracy",
     "dice": "Dice, mean over {image}s",
     "dice_per_patient": "Dice, mean over patients",

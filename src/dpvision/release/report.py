@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import ROUND_CEILING, Decimal
 from importlib.resources import files
 from itertools import groupby
@@ -32,15 +32,17 @@ from dpvision.release.run_facts import (
     images_are_public,
     read_run,
     reasons_against_release,
+    score_name,
     tests_on_held_out_images,
 )
 from dpvision.release.schema import Certificate
-from dpvision.scoring import Comparison, wilson
+from dpvision.scoring import GUESSING, Comparison, wilson
 from dpvision.storage.files import disk_errors, write_atomically
 from dpvision.storage.run_folder import REPORT, RunFolder
 
 SPACE = "\u00a0"  # keeps a number and its sign on one line
 NO_BOUND = 0.999  # from here on a bound on attacks is shown as 100 %
+_CALIBRATED = 0.05
 _RATES = (0.001, 0.01, 0.1)  # false positive rates of the table
 _LONGEST_TEXT = 4000
 _DEEPEST = 6
@@ -88,7 +90,7 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shown = (between, bound_percent, epsilon_text, flat, number, percent, power, sentence)
+    shown = (area, between, bound_percent, epsilon_text, flat, number, percent, power, sentence)
     made.filters |= {function.__name__: function for function in shown}
     return made
 
@@ -133,6 +135,9 @@ def render(run: RunFacts) -> str:
             ranks=ranking_note(run.final),
             fall=fall_text(run.metrics, run.score_name) if run.metrics else None,
             baseline=run.metrics.baseline if run.metrics else None,
+            trust=trust(run.final),
+            score=score_text(run.final, run.final.score) if run.final else None,
+            other_score=lambda value: score_text(run.final, value),
             reliability_chart=_reliability_chart(run.final),
         )
     )
@@ -193,10 +198,17 @@ def _score_chart(run: RunFacts, *, private: bool) -> Markup | None:
         points,
         x_title="Epsilon spent" if private else "Steps",
         score_name=run.score_name,
-        final_label=percent(points[-1][1], of=final.images if final else None),
+        final_label=score_text(final, points[-1][1]),
         baseline=final.comparison.chance if final and final.comparison else None,
-        baseline_name="constant mask" if run.score_name == "Dice" else "one class for all",
+        baseline_name={"Dice": "constant mask", "mean AUC": "guessing"}.get(run.score_name, "one class for all"),
+        best=_best_point(run, points) if run.metrics and run.metrics.fall else None,
     )
+
+
+def _best_point(run: RunFacts, points: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], str]:
+    """The best point of a falling curve, and its label."""
+    best = max(points, key=lambda point: point[1])
+    return best, score_text(run.final, best[1])
 
 
 def _reliability_chart(final: FinalMetrics | None) -> Markup | None:
@@ -285,16 +297,17 @@ def summary_lines(certificate: Mapping[str, Any], metrics: Mapping[str, Any] | N
     final = checked.final if checked else None
     reasons = reasons_against_release(facts)
     warning = [f"NOT FOR RELEASE: {reason}" for reason in reasons]
-    fall = (
-        fall_text(checked, "Dice" if final is not None and final.dice is not None else "accuracy") if checked else None
-    )
+    fall = fall_text(checked, score_name(final)) if checked else None
     verdicts = [
         f"guarantee in order:  {'no' if reasons else 'yes'}",
         f"better than chance:  {chance_verdict(final)}",
         *([f"note: {ranking_note(final)}"] if ranking_note(final) else []),
         *([f"note: {fall}"] if fall else []),
     ]
-    lines = [*_score_lines(final), *_guarantee_lines(facts), *verdicts, *warning]
+    found = checked.baseline if checked else None
+    compared = None if found is None or found.score is None else score_text(final, found.score)
+    known = [] if found is None or compared is None else [f"baseline  {compared}  ({found.what})"]
+    lines = [*_score_lines(final), *known, *_guarantee_lines(facts), *verdicts, *warning]
     return [visible(line.replace(SPACE, " ")) for line in lines]
 
 
@@ -309,6 +322,8 @@ def chance_verdict(final: FinalMetrics | None) -> str:
 def comparison_text(found: Comparison, of: int | None = None) -> str:
     """The verdict and its numbers in one line."""
     interval = "no interval: too few test images or patients" if found.interval is None else between(found.interval)
+    if found.constant == GUESSING:
+        return f"{found.better} ({area(found.score, found.interval)}; {found.constant}: {found.chance:.1f})"
     score = percent(found.score, of=of)
     return f"{found.better} ({score}, {interval}; {found.constant}: {percent(found.chance, of=of)})"
 
@@ -326,14 +341,52 @@ def ranking_note(final: FinalMetrics | None) -> str | None:
     )
 
 
+def score_text(final: FinalMetrics | None, value: float) -> str:
+    """A headline score: a percentage, or three decimals for an AUC."""
+    if final is not None and final.accuracy is None and final.dice is None:
+        return area(value)
+    return percent(value, of=final.images if final is not None and final.dice is None else None)
+
+
+def trust(final: FinalMetrics | None) -> tuple[str, str]:
+    """What the first screen says about trust in single answers: a few words, and what they were measured on.
+
+    A classifier is too sure or not sure enough where its mean confidence differs from its accuracy by more than 5
+    percentage points; masks have no confidence, so their number of test images is stated.
+    """
+    if final is None:
+        return "not known", "no metrics from public data"
+    if final.dice is not None:
+        interval = final.intervals.get("dice")
+        detail = "too few for an interval" if interval is None else f"Dice: {between(interval)}"
+        return f"{final.images or 'no'} test images", detail
+    if final.accuracy is None:
+        few = sum(each is None for each in final.findings.values())
+        interval = final.intervals.get("mean_auc")
+        spread = "no interval" if interval is None else f"AUC {interval[0]:.3f} to {interval[1]:.3f} with 95{SPACE}%"
+        lacking = f"; {few} findings have too few test images with or without them" if few else ""
+        return f"{final.images or 'no'} test images", f"{spread}{lacking}"
+    if final.temperature is not None:
+        gap = final.temperature.before.overconfidence
+        if abs(gap) <= _CALIBRATED:
+            return "well calibrated", f"confidence and accuracy differ by {percent(abs(gap))}"
+        words = "too sure" if gap > 0 else "not sure enough"
+        value = f"{final.temperature.value:.2g}"
+        return words, f"by {percent(abs(gap))} on average: divide the logits by {value} before reading probabilities"
+    if final.calibration is not None:
+        return f"{percent(final.calibration)} off", "calibration error: mean gap between confidence and accuracy"
+    return "not known", "calibration was not measured"
+
+
 def fall_text(metrics: Metrics, score_name: str) -> str | None:
     """Point out a curve that ends clearly below its best point; None if it does not."""
     if metrics.fall is None:
         return None
     best, last = metrics.fall
     where = f"step {best.step}" if best.epsilon is None else f"epsilon {epsilon_text(best.epsilon)}"
+    shown = area if score_name == "mean AUC" else percent
     return (
-        f"{score_name} was {percent(best.score)} at {where} and ended at {percent(last.score)}: lower --learning-rate, "
+        f"{score_name} was {shown(best.score)} at {where} and ended at {shown(last.score)}: lower --learning-rate, "
         "or train for fewer steps"
     )
 
@@ -347,14 +400,16 @@ def verdicts_of(certificate: Mapping[str, Any], metrics: Mapping[str, Any] | Non
 
     Returns:
         ``guarantee_in_order``; ``better_than_chance`` (yes, no or cannot tell) with ``chance``, ``interval`` and what
-        chance is; ``falling_curve`` as a sentence, or None.
+        chance is; ``falling_curve`` as a sentence, or None; ``baseline`` where one was trained on public images.
     """
     checked = checked_metrics(metrics) if metrics is not None else None
     final = checked.final if checked else None
     found = final.comparison if final else None
     nothing = {"better_than_chance": "cannot tell", "interval": None, "chance": None, "chance_is": None}
-    name = "Dice" if final is not None and final.dice is not None else "accuracy"
+    name = score_name(final)
+    compared = checked.baseline if checked else None
     return {
+        **({} if compared is None else {"baseline": compared.model_dump(exclude_none=True)}),
         "guarantee_in_order": not reasons_against_release(checked_certificate(certificate)),
         **(nothing if found is None else {key: value for key, value in found.to_dict().items() if key != "score"}),
         "falling_curve": fall_text(checked, name) if checked else None,
@@ -375,8 +430,9 @@ def figures_of(run: Path) -> dict[str, Any]:
     """
     facts = read_run(run)
     final, names = facts.final, ("epsilon", "delta", "epsilon_rdp", "privacy_unit", "adjacency", "steps_taken")
-    by_pixel = final is not None and final.dice is not None
-    scores = ("dice", "dice_per_patient", "baseline_dice") if by_pixel else ("accuracy",)
+    kind = score_name(final)
+    scores = ("dice", "dice_per_patient", "baseline_dice") if kind == "Dice" else ("accuracy",)
+    scores = ("mean_auc", "mean_average_precision") if kind == "mean AUC" else scores
     return {
         **{name: getattr(final, name, None) for name in scores},
         **{name: getattr(facts.certificate, name) for name in (*names, "for_release")},
@@ -394,6 +450,11 @@ def _score_lines(final: FinalMetrics | None) -> list[str]:
     size = f", {final.images:,} images" if final.images else ""
     weights = f", {final.weights} weights" if final.weights else ""
     where = f"({final.evaluated_on}{size}{weights})"
+    if final.accuracy is None and final.dice is None:
+        known = {name: each for name, each in final.findings.items() if each is not None}
+        worst = min(known, key=lambda name: (known[name].auc, name)) if known else None
+        low = [] if worst is None else [f"worst     {area(known[worst].auc, known[worst].auc_interval)}  ({worst})"]
+        return [f"mean AUC  {area(final.score, final.intervals.get('mean_auc'))}  {where}", *low]
     if final.dice is None:
         lines, known = [f"accuracy  {percent(final.score, of=final.images)}  {where}"], final.class_shares
         if len(known) > 1:
@@ -440,6 +501,12 @@ def epsilon_text(epsilon: float) -> str:
 def percent(share: float, of: int | None = None) -> str:
     """A share as a percentage. Two decimals only where there are enough images (``of``) to give them a meaning."""
     return f"{100 * share:.{2 if of is not None and of >= 1000 else 1}f}{SPACE}%"
+
+
+def area(value: float, interval: tuple[float, float] | None = None) -> str:
+    """An area under a curve (AUC, average precision): three decimals, with its 95 % interval."""
+    ends = "" if interval is None else f" (95{SPACE}% interval {interval[0]:.3f} to {interval[1]:.3f})"
+    return f"{value:.3f}{ends}"
 
 
 def between(interval: tuple[float, float]) -> str:

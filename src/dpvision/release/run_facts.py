@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dpvision.errors import ArgumentError, DataError, validation_message
 from dpvision.release.schema import Certificate, parse_certificate
-from dpvision.release.statements import HELD_OUT, NO_PRIVACY, SHOWN_IMAGES_NAMES
-from dpvision.scoring import Comparison, accuracy_against_chance, compare, falls
+from dpvision.release.statements import HELD_OUT, NO_PRIVACY, SHOWN_IMAGES_NAMES, TEST_SPLIT
+from dpvision.scoring import GUESSING, Comparison, accuracy_against_chance, compare, falls
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, CONFIG, EXAMPLES, METRICS, Example, parse_examples
 
@@ -31,21 +31,22 @@ class _Facts(BaseModel):
 
 
 class _Scored(_Facts):
-    """Scores on public test data: Dice for segmentation, accuracy for classification."""
+    """Scores on public test data: Dice for segmentation, accuracy for classification, mean AUC for findings."""
 
     accuracy: _Share | None = None
     dice: _Share | None = None
+    mean_auc: _Share | None = None
 
     @model_validator(mode="after")
     def _has_a_score(self) -> Self:
-        if self.accuracy is None and self.dice is None:
-            raise ValueError("there is neither accuracy nor dice")
+        if self.accuracy is None and self.dice is None and self.mean_auc is None:
+            raise ValueError("there is neither accuracy nor dice nor mean_auc")
         return self
 
     @property
     def score(self) -> float:
         """The headline metric."""
-        return (self.accuracy or 0.0) if self.dice is None else self.dice
+        return next(each for each in (self.dice, self.accuracy, self.mean_auc) if each is not None)
 
 
 @final
@@ -79,6 +80,19 @@ class ClassScores(_Facts):
     specificity: _Share | None = None
     specificity_interval: _Interval | None = None
     prevalence: _Share
+
+
+@final
+class FindingScores(_Facts):
+    """One finding of a multi-label classifier, on the images whose label is known."""
+
+    auc: _Share
+    auc_interval: _Interval | None = None
+    average_precision: _Share
+    average_precision_interval: _Interval | None = None
+    chance: _Share
+    count: _Count
+    positives: _Count
 
 
 @final
@@ -132,12 +146,13 @@ class Baseline(_Facts):
 
     accuracy: _Share | None = None
     dice: _Share | None = None
+    mean_auc: _Share | None = None
     what: str
 
     @property
     def score(self) -> float | None:
-        """Accuracy or Dice."""
-        return self.accuracy if self.dice is None else self.dice
+        """Accuracy, Dice or mean AUC."""
+        return next((each for each in (self.dice, self.accuracy, self.mean_auc) if each is not None), None)
 
 
 @final
@@ -169,10 +184,14 @@ class FinalMetrics(_Scored):
     reliability: tuple[ReliabilityBin, ...] = ()
     temperature: Temperature | None = None
     operating_point: OperatingScores | None = None
+    findings: dict[str, FindingScores | None] = {}
+    mean_average_precision: _Share | None = None
 
     @property
     def comparison(self) -> Comparison | None:
         """Whether the score is better than the best constant prediction; None if that is not known."""
+        if self.accuracy is None and self.dice is None:
+            return compare(self.score, self.intervals.get("mean_auc"), 0.5, GUESSING)
         if self.dice is not None:
             if self.baseline_dice is None:
                 return None
@@ -216,7 +235,18 @@ class Metrics(_Facts):
     @classmethod
     def _none_without_a_score(cls, value: object) -> object:
         """A run that was stopped before its first evaluation has no metrics."""
-        return None if isinstance(value, dict) and not {"accuracy", "dice"} & value.keys() else value
+        if not isinstance(value, dict) or {"accuracy", "dice"} & value.keys():
+            return value
+        return None if value.get("mean_auc") is None else value
+
+    @field_validator("curve", mode="before")
+    @classmethod
+    def _points_with_a_score(cls, value: object) -> object:
+        """Leave out points without a score: no finding had enough test images for an AUC."""
+        if not isinstance(value, (list, tuple)):
+            return value
+        empty = {"mean_auc": None}
+        return [each for each in value if not (isinstance(each, dict) and empty.items() <= each.items())]
 
 
 @final
@@ -234,12 +264,19 @@ class RunFacts:
     def score_name(self) -> str:
         """The name of the headline metric."""
         by_pixel = (self.config or {}).get("task") == "segmentation"
-        return "Dice" if by_pixel or (self.final is not None and self.final.dice is not None) else "accuracy"
+        return score_name(self.final) if self.final is not None or not by_pixel else "Dice"
 
     @property
     def final(self) -> FinalMetrics | None:
         """The metrics of the finished model."""
         return self.metrics.final if self.metrics else None
+
+
+def score_name(final: FinalMetrics | None) -> str:
+    """The name of the headline metric: Dice, mean AUC or accuracy."""
+    if final is not None and final.dice is not None:
+        return "Dice"
+    return "accuracy" if final is None or final.accuracy is not None else "mean AUC"
 
 
 def read_run(run: Path) -> RunFacts:
@@ -282,7 +319,8 @@ def images_are_public(certificate: Certificate) -> bool:
 
 def tests_on_held_out_images(certificate: Certificate) -> bool:
     """Whether the test images are of the same source as the training images: no epsilon covers them."""
-    return any(entry.how.startswith(HELD_OUT.partition(":")[0]) for entry in certificate.declared)
+    words = HELD_OUT.partition(":")[0]
+    return any(entry.what == TEST_SPLIT and words in entry.how for entry in certificate.declared)
 
 
 def checked_certificate(values: Mapping[str, Any]) -> Certificate:

@@ -31,6 +31,22 @@ def declarations(config: RunConfig, pictures: RunSplits) -> list[tuple[str, str]
                 "them public, and the metrics of each owner too",
             )
         )
+    if config.data.findings is not None:
+        found.append(
+            (
+                "findings",
+                "their names; a label that is missing or uncertain has no loss, and every sum is divided by the number "
+                "of findings, not of known labels",
+            )
+        )
+    if config.data.public_data:
+        found.append(
+            (
+                "training images",
+                "declared public by whoever configured the run: results of training on them without privacy may stand "
+                "beside this run, and no epsilon covers those",
+            )
+        )
     if config.data.normalisation == "published":
         of_weights = config.transfer is not None and config.transfer.weights in KNOWN_WEIGHTS
         what = config.transfer.weights if config.transfer is not None and of_weights else config.data.source

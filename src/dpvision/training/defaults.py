@@ -34,11 +34,13 @@ class Facts:
         num_units: size of a published dataset; used only where no number is declared or counted.
         num_classes: declared public.
         image_shape: (channels, height, width), declared public.
+        pretrained: whether a head is trained on the features of installed pretrained weights (1280 of them).
     """
 
     num_units: int
     num_classes: int
     image_shape: tuple[int, int, int]
+    pretrained: bool = False
 
 
 @final

@@ -5,6 +5,7 @@ What is decided from what, in the order of ``prepare``:
 ===================================  ==================================================  ====================
 decision                             decided from                                        charged
 ===================================  ==================================================  ====================
+pretrained weights                   configuration; what is installed; an array's size   no
 image size, initial weights          configuration, public files                         no
 both splits                          reads the private images; they stay in memory       no
 name of the unit, rows per unit,     configuration; whether owners of rows are known     no
@@ -38,6 +39,7 @@ from dpvision.privacy.noise import noisy_count
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.sampling import mismatch_note
 from dpvision.release.statements import PIXEL_STATISTICS, VOLUME
+from dpvision.training.baseline import fill_without_privacy
 from dpvision.training.defaults import (
     DEFAULT_IMAGE_SIZE,
     DEFAULT_MASK_SIZE,
@@ -48,6 +50,7 @@ from dpvision.training.defaults import (
     two_digits,
 )
 from dpvision.training.initial_weights import resolve_initial_weights
+from dpvision.training.pretrained import KNOWN_WEIGHTS, choose_pretrained, pretrained_note
 
 SLICES_PER_PATIENT = 4
 HEAD_CLIP_NORM, HEAD_RATE = 0.1, 4.0
@@ -87,11 +90,19 @@ def prepare(config: RunConfig, keys: Keys, data: object | None = None) -> Prepar
     """
     if config.data.mean is not None or config.data.std is not None:
         raise ArgumentError("mean and std are written by the run itself: choose normalisation instead.")
+    asked = config
+    folder = Path(config.data.source).is_dir()
+    config, of_weights = choose_pretrained(config, config.data.image_size) if folder else (config, ())
     config, sized = choose_image_size(config)
     config, constants = resolve_initial_weights(config)
     splits = load_splits(config, keys, data)
+    channels, *sides = splits.train.image_shape
+    if not folder:  # an array has its own size, which is declared public
+        config, of_weights = choose_pretrained(config, min(sides))
+        config, constants = resolve_initial_weights(config) if of_weights else (config, constants)
     if constants is not None:
-        splits = replace(splits, published=constants)  # what the weights were trained with goes first
+        # What the weights were trained with goes first.
+        splits = replace(splits, published=constants.for_channels(channels))
     config = name_normalisation(name_units(config, splits.train), splits)
     config, of_head = fill_for_head(config)
     require_public_constants(config)
@@ -99,11 +110,21 @@ def prepare(config: RunConfig, keys: Keys, data: object | None = None) -> Prepar
         require_fitting_model(config.model, masks=config.task == "segmentation")
     config, counted = count_units(config, splits.train, keys)
     train = splits.train
-    facts = Facts(num_units=train.num_units, num_classes=train.num_classes, image_shape=train.image_shape)
+    facts = Facts(
+        num_units=train.num_units,
+        num_classes=train.num_classes,
+        image_shape=train.image_shape,
+        pretrained=bool(of_weights),
+    )
+    if config.data.findings is not None and config.loss is None:
+        config = config.model_copy(update={"loss": "binary_cross_entropy"})
+    config, ordinary = fill_without_privacy(config, facts)
     config, chosen = fill_open_settings(config, facts)
     require_both_stages(config)
     config = parse_config((calibrate(config) if config.privacy.enabled else config).model_dump())
-    return Prepared(config, splits, (*sized, *of_head, *counted, *chosen), notes(config, splits))
+    hint = pretrained_note(asked, config.data.image_size or min(sides))
+    found = (*notes(config, splits), *([] if hint is None else [hint]))
+    return Prepared(config, splits, (*of_weights, *sized, *of_head, *counted, *ordinary, *chosen), found)
 
 
 def load_run_code(
@@ -186,8 +207,11 @@ def choose_image_size(config: RunConfig) -> tuple[RunConfig, tuple[Choice, ...]]
     data = config.data
     if data.image_size is not None or data.source in dataset_names() or not Path(data.source).is_dir():
         return config, ()
-    side = DEFAULT_MASK_SIZE if config.task == "segmentation" else DEFAULT_IMAGE_SIZE
-    choice = Choice("image_size", str(side), "small images train fast; raise it for detail")
+    weights = None if config.transfer is None else KNOWN_WEIGHTS.get(config.transfer.weights)
+    known = None if weights is None else weights.image_size
+    side = known or (DEFAULT_MASK_SIZE if config.task == "segmentation" else DEFAULT_IMAGE_SIZE)
+    reason = "what the pretrained weights work on" if known else "small images train fast; raise it for detail"
+    choice = Choice("image_size", str(side), reason)
     return _updated(config, "data", {"image_size": side}), (choice,)
 
 
@@ -234,17 +258,16 @@ def name_normalisation(config: RunConfig, splits: RunSplits) -> RunConfig:
 
 def fill_for_head(config: RunConfig) -> tuple[RunConfig, tuple[Choice, ...]]:
     """Fill in what suits a linear head on frozen features: a small clip norm, momentum, a large learning rate."""
-    if config.transfer is None or config.transfer.trained != "head":
+    if config.transfer is None or config.transfer.trained != "head" or not config.privacy.enabled:
         return config, ()
     choices: list[Choice] = []
-    if config.privacy.clip_norm is None and config.privacy.enabled:
+    if config.privacy.clip_norm is None:
         config = _updated(config, "privacy", {"clip_norm": HEAD_CLIP_NORM})
         choices.append(Choice("clip_norm", f"{HEAD_CLIP_NORM:g}", "small, with a large rate, for a head alone"))
     if config.optimizer is None:
-        rate = HEAD_RATE if config.privacy.enabled else HEAD_RATE * HEAD_CLIP_NORM
-        optimizer = OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.9)
+        optimizer = OptimizerSettings(name="sgd", learning_rate=HEAD_RATE, momentum=0.9)
         config = config.model_copy(update={"optimizer": optimizer})
-        choices.append(Choice("optimizer", f"sgd, learning rate {rate:g}, momentum 0.9", "for a head alone"))
+        choices.append(Choice("optimizer", f"sgd, learning rate {HEAD_RATE:g}, momentum 0.9", "for a head alone"))
     return config, tuple(choices)
 
 

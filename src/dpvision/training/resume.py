@@ -21,6 +21,7 @@ from dpvision.storage.run_folder import RunFolder, StoredKey
 from dpvision.training.callbacks import RunCallback
 from dpvision.training.declarations import note_declarations
 from dpvision.training.prepare import run_code_again
+from dpvision.training.pretrained import require_weights_again
 from dpvision.training.run_fingerprint import Binding, bound_keys, differences, own_code_facts, run_binding
 from dpvision.training.stages import (
     choose_gradient_plans,
@@ -97,6 +98,7 @@ def resume_run(
     config, code = run_code_again(
         parse_config(folder.read_whole_config()), model=model, loss=loss, allow_fork=allow_fork
     )
+    require_weights_again(config)
     stored = folder.load_key()
     splits = load_splits(config, holdout_keys(stored.keys, stored.run_id), data)
     ledger = folder.open_ledger()

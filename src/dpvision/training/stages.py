@@ -263,6 +263,8 @@ def check_units_separate(
     with errors:
         findings = require_private_ready(model, loss_of(config, splits, code), inputs, targets, own_code=own)
     frozen = [finding for finding in findings if finding.problem.startswith(FROZEN)]
+    if config.transfer is not None and config.transfer.trained != "all":
+        return [finding for finding in findings if finding not in frozen]  # meant: the configuration freezes them
     if len(frozen) <= MOST_FROZEN:
         return findings
     problem = f"{len(frozen)} layers are {FROZEN}, stay as they are"
@@ -294,11 +296,18 @@ def loss_of(config: RunConfig, splits: RunSplits, code: RunCode = NO_CODE) -> Ro
 
 
 def synthetic_rows(
-    image_shape: tuple[int, int, int], num_classes: int, device: str, *, per_pixel: bool = False
+    image_shape: tuple[int, int, int],
+    num_classes: int,
+    device: str,
+    *,
+    per_pixel: bool = False,
+    multi_label: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Draw four inputs and their targets (classes, or masks of classes) from a fixed seed."""
+    """Draw four inputs and their targets (classes, masks of classes, or findings) from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn((SYNTHETIC_ROWS, *image_shape), generator=generator).to(device)
+    if multi_label:
+        return inputs, torch.randint(2, (SYNTHETIC_ROWS, num_classes), generator=generator).float().to(device)
     shape = (SYNTHETIC_ROWS, *(image_shape[1:] if per_pixel else ()))
     return inputs, torch.randint(num_classes, shape, generator=generator).to(device)
 
@@ -306,7 +315,9 @@ def synthetic_rows(
 def synthetic_like(splits: RunSplits, device: str) -> tuple[Tensor, Tensor]:
     """Synthetic rows of the shape that a run trains on."""
     store = splits.train
-    return synthetic_rows(store.image_shape, store.num_classes, device, per_pixel=store.per_pixel)
+    return synthetic_rows(
+        store.image_shape, store.num_classes, device, per_pixel=store.per_pixel, multi_label=store.multi_label
+    )
 
 
 def shape_errors(image_shape: tuple[int, int, int]) -> AbstractContextManager[None]:

@@ -21,12 +21,19 @@ from typing import Any
 from dpvision.config import RunConfig, required
 from dpvision.data import Normalisation, released_normalisation
 from dpvision.data.splits import RunSplits, constant_normalisation, holdout_keys
-from dpvision.errors import PrivacyError
+from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.own_code import NO_CODE, RunCode
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.noise import standard_normals
 from dpvision.privacy.randomness import Keys
 from dpvision.storage.run_folder import RunFolder
+from dpvision.training.baseline import (
+    BASELINE,
+    NEVER_PUBLISH,
+    images_are_declared_public,
+    record_baseline,
+    without_privacy,
+)
 from dpvision.training.callbacks import RunCallback
 from dpvision.training.declarations import note_declarations
 from dpvision.training.initial_weights import draw_weights
@@ -56,6 +63,7 @@ def train(
     model: object | None = None,
     loss: object | None = None,
     data: object | None = None,
+    baseline: bool = False,
 ) -> RunResult:
     """Train a model and write its release.
 
@@ -75,6 +83,8 @@ def train(
             arrays named as in an .npz file, or a map-style Dataset of such pairs. ``config.data.source`` is its name.
             A private run takes its classes from ``class_names`` or from the test part of the dict, or from
             ``classes`` of the Dataset.
+        baseline: train a non-private baseline on the same images first. Its result is in the release only where the
+            images are public; otherwise it stays in the run's private folder.
 
     Returns:
         The outcome, the certificate and the metrics.
@@ -89,9 +99,52 @@ def train(
     under the assumptions of docs/concepts/guarantee.md.
     """
     callback = callback or RunCallback()
+    if baseline and not config.privacy.enabled:
+        raise ArgumentError("baseline is for a private run: with --no-privacy the run is itself without privacy.")
     config, code = load_run_code(config, model=model, loss=loss)
     session, prepared = start_run(config, Path(run), seed=seed, device=device, callback=callback, code=code, data=data)
+    if baseline:
+        train_baseline(session, config, callback=callback, code=code, data=data)
     return run_to_release(session, callback, choices=prepared.choices, notes=prepared.notes)
+
+
+def train_baseline(
+    session: Session,
+    asked: RunConfig,
+    *,
+    callback: RunCallback,
+    code: RunCode = NO_CODE,
+    data: object | None = None,
+) -> None:
+    """Train the non-private baseline of a run that has not begun its steps, and keep it in the private folder.
+
+    Args:
+        session: the private run.
+        asked: its configuration, as the user wrote it.
+        callback: told about progress.
+        code: the user's own model and loss, if there are any.
+        data: images in Python, as for ``train``.
+
+    Guarantee: nothing of the private run is read or changed but its list of held-out units.
+    """
+    stored = session.folder.load_key()
+    callback.message("training the baseline without privacy first …")
+    other, prepared = start_run(
+        without_privacy(asked),
+        session.folder.private / BASELINE,
+        seed=None,
+        device=session.device,
+        callback=callback,
+        code=code,
+        data=data,
+        holdout=holdout_keys(stored.keys, stored.run_id),
+    )
+    result = run_to_release(other, callback, choices=prepared.choices)
+    if result.outcome == "stopped":
+        raise KeyboardInterrupt  # the user wants the whole command to end; the private run can be resumed
+    record_baseline(session, other)
+    if not images_are_declared_public(session.config):
+        callback.message(f"the baseline's result is in {session.folder.private}: {NEVER_PUBLISH}.")
 
 
 def start_run(
@@ -103,12 +156,16 @@ def start_run(
     callback: RunCallback | None = None,
     code: RunCode = NO_CODE,
     data: object | None = None,
+    holdout: Keys | None = None,
 ) -> tuple[Session, Prepared]:
-    """Make a new run in the order above. Nothing is written before data, plan and model have been checked."""
+    """Make a new run in the order above. Nothing is written before data, plan and model have been checked.
+
+    ``holdout`` keeps the held-out units of another run.
+    """
     RunFolder.require_new(path)
     keys = Keys.from_os_entropy() if seed is None else Keys.from_seed(seed)
     run_id = keys.derive("run")[:8].hex()
-    prepared = prepare(config, holdout_keys(keys, run_id), data)
+    prepared = prepare(config, holdout or holdout_keys(keys, run_id), data)
     config, splits = prepared.config, prepared.splits
 
     model, stages = model_and_stages(config, splits, device, code)

@@ -21,7 +21,7 @@ from dpvision.data import FeatureDraws, ImageBatches, Normalisation
 from dpvision.data.splits import RunSplits, may_show_images
 from dpvision.errors import DPVisionError
 from dpvision.gradients.ordinary import ordinary_gradient
-from dpvision.inference import MaskMetrics, Metrics, evaluate, evaluate_features, evaluate_masks
+from dpvision.inference import FindingMetrics, MaskMetrics, Metrics, evaluate, evaluate_features, evaluate_masks
 from dpvision.models.losses import RowLoss
 from dpvision.own_code import NO_CODE, RunCode
 from dpvision.privacy.ledger import Ledger
@@ -85,7 +85,7 @@ class Session:
     step: int = 0
     seconds: float = 0.0
     curve: list[dict[str, Any]] = field(default_factory=list)
-    final: Metrics | MaskMetrics | None = None
+    final: Metrics | FindingMetrics | MaskMetrics | None = None
     stage: Stage = field(init=False)
     optimizer: Optimizer = field(init=False)
     image_draws: ImageBatches = field(init=False)
@@ -243,7 +243,7 @@ def epsilon_at_next(session: Session, due: list[int]) -> float | None:
     return session.epsilon(next((point for point in due if point > session.step), session.total_steps))
 
 
-def measure(session: Session, *, averaged: bool = True) -> Metrics | MaskMetrics:
+def measure(session: Session, *, averaged: bool = True) -> Metrics | FindingMetrics | MaskMetrics:
     """Evaluate the present weights on the public test split; averaged ones, if there are any and ``averaged``."""
     require_finite(session)
     test = session.splits.test

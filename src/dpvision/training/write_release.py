@@ -28,12 +28,14 @@ from dpvision.release.certificate_page import render_certificate_page
 from dpvision.release.model_card import model_card
 from dpvision.storage.files import sha256_hex, weights_bytes
 from dpvision.storage.run_folder import CARD, CERTIFICATE_PAGE, EXAMPLES, Example, Rank, RunFolder, examples_bytes
+from dpvision.training.baseline import released_baseline
 from dpvision.training.callbacks import RunCallback, stop_on_signals
 from dpvision.training.defaults import Choice
 from dpvision.training.trainer import Outcome, Session, measure, run_steps
 
 _FIRST_FIGURES = (
     "accuracy",
+    "mean_auc",
     "top5",
     "dice",
     "iou",
@@ -190,6 +192,7 @@ def metrics_of(session: Session) -> dict[str, Any]:
     averaged = session.optimizer.averaged_parameters() is not None
     final_metrics = {} if session.final is None else session.final.to_dict()
     last = session.curve[-1] if session.curve else {}
+    compared = released_baseline(session.folder, session.config)
     raw = {"raw_weights": last["raw"]} if last.get("step") == session.step and "raw" in last else {}
     return {
         "task": session.config.task,
@@ -200,6 +203,7 @@ def metrics_of(session: Session) -> dict[str, Any]:
             "weights": "averaged" if averaged else "raw",
             **raw,
         },
+        **({} if compared is None else {"baseline": compared}),
     }
 
 

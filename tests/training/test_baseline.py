@@ -1,0 +1,158 @@
+"""The non-private baseline: its own settings, and no trace of it in a release of private data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dpvision.config import RunConfig, parse_config
+from dpvision.errors import ArgumentError
+from dpvision.privacy.randomness import Keys
+from dpvision.release.report import render, summary_lines
+from dpvision.release.run_facts import read_run
+from dpvision.release.verify import verify
+from dpvision.training import resume_training, train
+from dpvision.training.baseline import NEVER_PUBLISH, released_baseline, without_privacy
+from dpvision.training.prepare import prepare
+from frozen_runs import released_files
+from tiny_runs import StopAfter, synthetic_images, tiny_config, write_images
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "pictures.npz")
+
+
+def left_open(source: Path, **data: Any) -> RunConfig:
+    values = tiny_config(source).model_dump()
+    privacy = {"enabled": False}
+    return parse_config({"data": {**values["data"], **data}, "privacy": privacy, "evaluations": 2})
+
+
+def of_private_data(source: Path, **data: Any) -> RunConfig:
+    return tiny_config(source, data={"source": str(source), **data})
+
+
+def stored(run: Path) -> dict[str, Any]:
+    return json.loads((run / "private" / "unsafe_baseline.json").read_text())
+
+
+# ---- settings
+
+
+def test_a_run_without_privacy_has_settings_of_its_own(pictures: Path) -> None:
+    config = prepare(left_open(pictures), Keys.from_seed(0)).config
+    assert config.optimizer is not None
+    assert (config.optimizer.name, config.schedule.kind, config.averaging.kind) == ("nadam", "cosine", "none")
+    assert config.optimizer.effective_weight_decay > 0
+    assert config.privacy.steps is not None
+    assert config.privacy.steps >= 300
+
+
+def test_settings_that_were_given_stay_without_privacy(pictures: Path) -> None:
+    config = parse_config(
+        {
+            **left_open(pictures).model_dump(),
+            "privacy": {"enabled": False, "steps": 7, "expected_batch_size": 5.0},
+            "optimizer": {"name": "sgd", "learning_rate": 0.25},
+        }
+    )
+    filled = prepare(config, Keys.from_seed(0)).config
+    assert (filled.privacy.steps, filled.privacy.expected_batch_size) == (7, 5.0)
+    assert filled.optimizer == config.optimizer
+    assert filled.schedule.kind == "constant"
+
+
+def test_private_runs_do_not_get_the_settings_of_the_baseline(pictures: Path) -> None:
+    open_private = {**left_open(pictures).model_dump(), "privacy": {"target_epsilon": 3.0, "num_units": 60}}
+    config = prepare(parse_config(open_private), Keys.from_seed(0)).config
+    assert config.schedule.kind == "constant"
+
+
+def test_the_baseline_has_no_noise_no_clipping_and_the_same_data_and_model(pictures: Path) -> None:
+    asked = of_private_data(pictures, normalisation="released")
+    config = without_privacy(asked)
+    assert not config.privacy.enabled
+    assert (config.privacy.noise_multiplier, config.privacy.clip_norm, config.privacy.steps) == (None, None, None)
+    assert config.model == asked.model
+    assert config.data.source == asked.data.source
+    assert config.data.normalisation == "auto"
+
+
+# ---- beside a private run
+
+
+def test_nothing_of_a_baseline_on_private_data_reaches_the_release(pictures: Path, tmp_path: Path) -> None:
+    """Byte by byte: with the same seed, the release is what it would be without the baseline."""
+    train(of_private_data(pictures), run=tmp_path / "alone", seed=7)
+    result = train(of_private_data(pictures), run=tmp_path / "both", seed=7, baseline=True)
+    assert released_files(tmp_path / "alone") == released_files(tmp_path / "both")
+    assert stored(tmp_path / "both")["stamp"] == NEVER_PUBLISH
+    assert "baseline" not in result.metrics
+    for name, content in released_files(tmp_path / "both").items():
+        assert b"ordinary training" not in content, name
+
+
+def test_the_baseline_run_itself_is_private_and_stamped(pictures: Path, tmp_path: Path) -> None:
+    train(of_private_data(pictures), run=tmp_path / "run", baseline=True)
+    inside = tmp_path / "run" / "private" / "baseline"
+    certificate = json.loads((inside / "release" / "certificate.json").read_text())
+    assert not certificate["for_release"]
+    assert certificate["epsilon"] is None
+    assert (tmp_path / "run" / "private").stat().st_mode & 0o077 == 0
+    assert verify(tmp_path / "run").ok
+
+
+def test_on_images_declared_public_the_baseline_is_in_summary_and_report(pictures: Path, tmp_path: Path) -> None:
+    result = train(of_private_data(pictures, public_data=True), run=tmp_path / "run", baseline=True)
+    found = result.metrics["baseline"]
+    assert found["accuracy"] == stored(tmp_path / "run")["accuracy"] > 0.9
+    assert "stamp" not in found
+    assert any(line.startswith("baseline") for line in summary_lines(result.certificate, result.metrics))
+    assert "without privacy" in render(read_run(tmp_path / "run"))
+    declared = {item["what"]: item["how"] for item in result.certificate["declared"]}
+    assert "no epsilon covers" in declared["training images"]
+    assert verify(tmp_path / "run").ok
+
+
+def test_the_baseline_is_tested_on_the_units_that_the_private_run_holds_out(tmp_path: Path) -> None:
+    images, labels = synthetic_images(90)
+    np.savez(tmp_path / "pictures.npz", images=images, labels=labels)
+    config = of_private_data(tmp_path / "pictures.npz", public_data=True, holdout_fraction=0.3)
+    assert "baseline" in train(config, run=tmp_path / "run", baseline=True).metrics
+
+
+def test_a_resumed_run_keeps_its_baseline(pictures: Path, tmp_path: Path) -> None:
+    config = of_private_data(pictures, public_data=True)
+    with pytest.raises(ConnectionAbortedError):
+        train(config, run=tmp_path / "run", callback=AfterBaseline(5), baseline=True)
+    assert "baseline" in resume_training(tmp_path / "run").metrics
+
+
+class AfterBaseline(StopAfter):
+    """Interrupt the private run, which comes after the baseline's 300 steps or more."""
+
+    def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
+        if epsilon_bound is not None:
+            super().stepped(done=done, epsilon_bound=epsilon_bound)
+
+
+def test_without_the_declaration_the_result_is_not_even_opened(pictures: Path, tmp_path: Path) -> None:
+    class Folder:
+        @property
+        def private(self) -> Path:
+            return tmp_path / "private"
+
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "unsafe_baseline.json").write_text("not JSON, so that opening it fails")
+    assert released_baseline(Folder(), of_private_data(pictures)) is None  # pyright: ignore[reportArgumentType]
+
+
+def test_a_baseline_of_a_run_without_privacy_is_refused(pictures: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="itself without privacy"):
+        train(left_open(pictures), run=tmp_path / "run", baseline=True)
+    assert not (tmp_path / "run").exists()
