@@ -28,10 +28,11 @@ from typing import Literal, final
 
 from dpvision.accounting import Charges, calibrate_noise_multiplier, mechanism_guarantee, propose_delta
 from dpvision.accounting.charges import SMALLEST_RATE
-from dpvision.config import ModelConfig, OptimizerSettings, RunConfig, parse_config, required
+from dpvision.config import ModelConfig, RunConfig, parse_config, required
 from dpvision.data import ImageStore, dataset_names
 from dpvision.data.splits import RunSplits, load_splits
 from dpvision.errors import ArgumentError, PrivacyError, brief
+from dpvision.models import entry
 from dpvision.own_code import Kind, RunCode, code_of, is_own, named_again, place_of
 from dpvision.privacy.mechanism import Event, rounded_up
 from dpvision.privacy.noise import standard_normals
@@ -41,6 +42,8 @@ from dpvision.release.statements import COUNTED_UNITS, PIXEL_STATISTICS, VOLUME
 from dpvision.training.defaults import (
     DEFAULT_IMAGE_SIZE,
     DEFAULT_MASK_SIZE,
+    MOST_PROPOSED_STEPS,
+    PRETRAINED_IMAGE_SIZE,
     Choice,
     Facts,
     fill_open_settings,
@@ -48,15 +51,14 @@ from dpvision.training.defaults import (
     two_digits,
 )
 from dpvision.training.initial_weights import resolve_initial_weights
+from dpvision.training.pretrained import KNOWN_WEIGHTS
 
 SLICES_PER_PATIENT = 4
-HEAD_CLIP_NORM, HEAD_RATE = 0.1, 4.0
 COUNT_NOISE = 45.0
 """Noise of the count at a target epsilon of one: it raises the noise on the gradients by about 0.3 %."""
 USUAL_TARGET = 3.0
 MOST_COUNTED = 10**8
 """A count is cut off here, so that what follows from it has known limits. More images do not fit into memory."""
-MOST_PROPOSED_STEPS = 10_000
 
 
 @final
@@ -92,7 +94,7 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
     if constants is not None:
         splits = replace(splits, published=constants)  # what the weights were trained with goes first
     config = name_normalisation(name_units(config, splits.train), splits)
-    config, of_head = fill_for_head(config)
+    config = start_head_at_zero(config)
     require_public_constants(config)
     if config.model is not None:
         require_fitting_model(config.model, masks=config.task == "segmentation")
@@ -102,7 +104,7 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
     config, chosen = fill_open_settings(config, facts)
     require_both_stages(config)
     config = parse_config((calibrate(config) if config.privacy.enabled else config).model_dump())
-    return Prepared(config, splits, (*sized, *of_head, *counted, *chosen), notes(config, splits))
+    return Prepared(config, splits, (*sized, *counted, *chosen), notes(config, splits))
 
 
 def load_run_code(
@@ -186,8 +188,10 @@ def choose_image_size(config: RunConfig) -> tuple[RunConfig, tuple[Choice, ...]]
     if data.image_size is not None or data.source in dataset_names() or not Path(data.source).is_dir():
         return config, ()
     side = DEFAULT_MASK_SIZE if config.task == "segmentation" else DEFAULT_IMAGE_SIZE
-    choice = Choice("image_size", str(side), "small images train fast; raise it for detail")
-    return _updated(config, "data", {"image_size": side}), (choice,)
+    reason = "small images train fast; raise it for detail"
+    if config.transfer is not None and config.transfer.weights in KNOWN_WEIGHTS and config.model is None:
+        side, reason = PRETRAINED_IMAGE_SIZE, "pretrained weights read detail"
+    return _updated(config, "data", {"image_size": side}), (Choice("image_size", str(side), reason),)
 
 
 def name_units(config: RunConfig, store: ImageStore) -> RunConfig:
@@ -231,20 +235,17 @@ def name_normalisation(config: RunConfig, splits: RunSplits) -> RunConfig:
     return _updated(config, "data", {"normalisation": wanted})
 
 
-def fill_for_head(config: RunConfig) -> tuple[RunConfig, tuple[Choice, ...]]:
-    """Fill in what suits a linear head on frozen features: a small clip norm, momentum, a large learning rate."""
-    if config.transfer is None or config.transfer.trained != "head":
-        return config, ()
-    choices: list[Choice] = []
-    if config.privacy.clip_norm is None and config.privacy.enabled:
-        config = _updated(config, "privacy", {"clip_norm": HEAD_CLIP_NORM})
-        choices.append(Choice("clip_norm", f"{HEAD_CLIP_NORM:g}", "small, with a large rate, for a head alone"))
-    if config.optimizer is None:
-        rate = HEAD_RATE if config.privacy.enabled else HEAD_RATE * HEAD_CLIP_NORM
-        optimizer = OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.9)
-        config = config.model_copy(update={"optimizer": optimizer})
-        choices.append(Choice("optimizer", f"sgd, learning rate {rate:g}, momentum 0.9", "for a head alone"))
-    return config, tuple(choices)
+def start_head_at_zero(config: RunConfig) -> RunConfig:
+    """Let a head that is trained alone start at zero, unless its optimizer or its options are given.
+
+    Drawn weights would put noise on every logit that a short private training does not remove.
+    """
+    model = config.model
+    alone = config.transfer is not None and config.transfer.trained == "head" and config.optimizer is None
+    if not alone or model is None or is_own(model.name) or "zero_head" not in entry(model.name).options:
+        return config
+    options = {"zero_head": True, **model.options}
+    return config.model_copy(update={"model": model.model_copy(update={"options": options})})
 
 
 def require_public_constants(config: RunConfig) -> None:
