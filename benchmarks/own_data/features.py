@@ -14,12 +14,13 @@ from benchmarks.own_data.heads import HeadData
 from benchmarks.own_data.sources import BY_NAME, load_source
 from dpvision import models
 from dpvision.data import cache_folder
+from dpvision.models.scattering import OpponentColours, Scattering, unit_contrast
 from dpvision.training.initial_weights import fit, read_weights
 from dpvision.training.pretrained import KNOWN_WEIGHTS
 
 CACHE = cache_folder() / "own_data_features"
 PRETRAINED = "efficientnet_lite0"
-MOST = 10_000
+MOST, MOST_SCATTERED = 10_000, 4000
 
 
 def features(name: str, model: str, options: dict[str, Any], *, side: int, most: int = MOST) -> HeadData:
@@ -31,6 +32,33 @@ def features(name: str, model: str, options: dict[str, Any], *, side: int, most:
     file = CACHE / f"{name}-{model}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
     if not file.exists():
         _write(file, name, model, options, side=side, most=most)
+    return _read(file)
+
+
+def contrast_features(name: str, *, side: int, pool: int, most: int = MOST_SCATTERED) -> HeadData:
+    """Scattering features at unit contrast, pooled, before whitening: (N, colours, paths, pool, pool)."""
+    file = CACHE / f"{name}-contrast-{side}-{pool}-{most}.npz"
+    if not file.exists():
+        images = load_source(BY_NAME[name], side=side)
+        scattering = Scattering((side, side))
+        first_order = scattering.scales * scattering.angles
+        orders = (1, first_order, scattering.paths - 1 - first_order)
+
+        def of(x: torch.Tensor) -> np.ndarray:
+            colours = x.shape[1]
+            opponent = OpponentColours() if colours == 3 else torch.nn.Identity()
+            with torch.no_grad():
+                parts = [scattering(opponent((some.float() / 255 - 0.5) / 0.5)) for some in x.split(100)]
+                done = [unit_contrast(part, colours=colours, orders=orders, pool=pool).half() for part in parts]
+            return torch.cat(done).numpy()
+
+        file.parent.mkdir(parents=True, exist_ok=True)
+        train, test = of(images.train_x[:most]), of(images.test_x)
+        np.savez(file, train=train, test=test, train_y=images.train_y[:most], test_y=images.test_y)
+    return _read(file)
+
+
+def _read(file: Path) -> HeadData:
     with np.load(file) as kept:
         train, test = (torch.from_numpy(kept[part].astype(np.float32)) for part in ("train", "test"))
         train_y, test_y = torch.from_numpy(kept["train_y"]), torch.from_numpy(kept["test_y"])

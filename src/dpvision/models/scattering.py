@@ -305,23 +305,39 @@ class WhitenedPaths(nn.Module):
     def __init__(self, colours: int, scattering: Scattering, *, pool: int, ridge: float) -> None:
         super().__init__()
         self.colours, self.pool = colours, pool
-        mean, covariance = _dead_leaves(colours)
+        mean, whitening = _whitening(colours, ridge)
         if mean.shape[1] != scattering.paths:
             raise ArgumentError(f"whitening needs {mean.shape[1]} scattering paths, got {scattering.paths}.")
         first_order = scattering.scales * scattering.angles
         self.orders = (1, first_order, scattering.paths - 1 - first_order)
-        values, vectors = np.linalg.eigh(covariance)
-        scale = 1 / np.sqrt(np.maximum(values, 0) + ridge * values.mean(-1, keepdims=True))
-        whitening = (vectors * scale[:, None, :]) @ np.swapaxes(vectors, -1, -2)
         # Not in the state dict: they follow from the options.
-        self.register_buffer("mean_CP", torch.from_numpy(mean.astype(np.float32)), persistent=False)
-        self.register_buffer("whitening_CPP", torch.from_numpy(whitening.astype(np.float32)), persistent=False)
+        self.register_buffer("mean_CP", mean, persistent=False)
+        self.register_buffer("whitening_CPP", whitening, persistent=False)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """Standardise, pool, whiten; (N, C·P·H'·W')."""
         contrast = unit_contrast(x_NCHW, colours=self.colours, orders=self.orders, pool=self.pool)
-        centred = contrast - self.mean_CP[:, :, None, None]
-        return torch.einsum("cpq,ncqhw->ncphw", self.whitening_CPP, centred).flatten(1)
+        return whiten(contrast, self.mean_CP, self.whitening_CPP)
+
+    @staticmethod
+    def apply_whitening(x_NCPHW: Tensor, *, colours: int, ridge: float) -> Tensor:
+        """What ``forward`` does after ``unit_contrast``, for features that were kept."""
+        return whiten(x_NCPHW, *_whitening(colours, ridge))
+
+
+def whiten(x_NCPHW: Tensor, mean_CP: Tensor, whitening_CPP: Tensor) -> Tensor:
+    """Centre and decorrelate the paths of each region; (N, C·P·H·W)."""
+    centred = x_NCPHW - mean_CP[:, :, None, None]
+    return torch.einsum("cpq,ncqhw->ncphw", whitening_CPP, centred).flatten(1)
+
+
+def _whitening(colours: int, ridge: float) -> tuple[Tensor, Tensor]:
+    """Mean and (Σ + ridge·tr(Σ)/P)^(-1/2) of the paths of each channel."""
+    mean, covariance = _dead_leaves(colours)
+    values, vectors = np.linalg.eigh(covariance)
+    scale = 1 / np.sqrt(np.maximum(values, 0) + ridge * values.mean(-1, keepdims=True))
+    whitening = (vectors * scale[:, None, :]) @ np.swapaxes(vectors, -1, -2)
+    return torch.from_numpy(mean.astype(np.float32)), torch.from_numpy(whitening.astype(np.float32))
 
 
 @lru_cache(maxsize=1)

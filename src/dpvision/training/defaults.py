@@ -4,11 +4,12 @@ They are decided from public facts only: declared sizes, never pixels or labels.
 published, or counted with noise before these rules see it.
 
 Linear heads on frozen features are the default for most data, and their rules are derived. With features of length √D,
-batch B, T steps, noise multiplier σ, clip norm C and rate η the noise that all steps together put on one logit is
-η·C·√D·σ·√T/B. The *signal* of a plan is S = B·√T/σ, so the rate that puts noise κ on a logit is η = κ·S/(C·√D·T). What
-is left to choose is κ (``logit_noise``), and how strongly features are decorrelated (``whitening_ridge``). Both were
-fitted on public datasets (docs/decisions/0009-defaults-for-own-images.md); docs/evidence/rules-of-thumb.md gives the
-reason for each rule, docs/evidence/defaults.md what the rules reach on data that were kept out of the fit.
+batch B, T steps, noise multiplier σ, clip norm C and rate η, logits move by at most τ = η·C·√D·T, and the noise that
+all steps together put on one of them is τ/S, where S = B·√T/σ is the *signal* of the plan. The rate follows from τ
+(``training_time``): small enough that the noise on a logit is at most κ (``logit_noise``). How strongly features are
+decorrelated follows from S too (``whitening_ridge``). The constants were fitted on public datasets
+(docs/decisions/0009-defaults-for-own-images.md); docs/evidence/rules-of-thumb.md gives the reason for each rule,
+docs/evidence/defaults.md what the rules reach on data that were kept out of the fit.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ from dpvision.own_code import is_own
 SMALL_MODELS = frozenset({"shoefit_cnn", "linear", "scatter_linear"})
 DEFAULT_IMAGE_SIZE = 32
 DEFAULT_MASK_SIZE = 128
-PRETRAINED_IMAGE_SIZE = 128
+PRETRAINED_IMAGE_SIZE = 224
 MASK_WIDTH, MASK_PASSES = 8, 10
 MOST_PROPOSED_STEPS = 10_000
 HEAD_STEPS = 60
 """Steps of a linear head. Every unit is in every step, so the noise on the weights does not depend on their number."""
-HEAD_POOL = 4
-HEAD_CLIP = 0.5
-"""Clip norm over √D: half of the longest gradient that a row of length √D can have with probability one wrong."""
-NOISE_OF_TWO_CLASSES, NOISE_GROWTH, MOST_LOGIT_NOISE = 0.04, 1.45, 0.8
+HEAD_POOL, FULL_RESOLUTION = 4, 10_000.0
+"""Regions along a side; from this signal on, features keep their resolution."""
+HEAD_CLIP, PRETRAINED_CLIP = 0.7, 0.5
+"""Clip norm over √D: about the length of a gradient at the start, so that clipping does not hide unequal classes."""
+NOISE_OF_TWO_CLASSES, MOST_LOGIT_NOISE = 0.0125, 0.8
+LEAST_TIME, LEAST_PRETRAINED_TIME = 20.0, 8.0
+"""Rate times steps, in units of one clipped gradient on a row of length one: below, unequal classes decide everything."""
 RIDGE_AT, LEAST_RIDGE, MOST_RIDGE = 1000.0, 0.3, 10.0
 PUBLIC_TIME = 60.0
 """Rate times steps for each class, over the squared length of a row, without privacy."""
@@ -132,15 +136,21 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
     clip_norm = privacy.clip_norm
     if clip_norm is None and privacy.enabled:
         usual_clip = 1.0 if masks else 0.5 if small else 1.5
-        clip_norm = usual_clip if head is None else float(f"{HEAD_CLIP * math.sqrt(head):.2g}")
+        clip_norm = usual_clip if head is None else head_clip_norm(head, pretrained=config.transfer is not None)
         reason = "the value that works for this family of models"
-        choose("clip_norm", clip_norm, reason if head is None else f"half the length of {head} features")
+        choose("clip_norm", clip_norm, reason if head is None else f"about the length of a gradient on {head} features")
     if config.model is None:
         reason = "enough units" if not (small or masks) else "few parameters suit few units"
         text = model.name + "".join(f", {name} {value}" for name, value in model.options.items() if name != "image_size")
         choices.insert(0, Choice("model", text, reason))
-    plan = _HeadPlan(
-        features=head or 1, classes=facts.num_classes, batch=batch, steps=steps, clip_norm=clip_norm or 1.0, delta=delta
+    plan = HeadPlan(
+        features=head or 1,
+        classes=facts.num_classes,
+        batch=batch,
+        steps=steps,
+        clip_norm=clip_norm or 1.0,
+        delta=delta,
+        pretrained=config.transfer is not None,
     )
     proposed = propose_optimizer(model.name) if head is None else _head_optimizer(config, plan, num_units)
     optimizer = merge_optimizer(config.optimizer, proposed)
@@ -204,7 +214,7 @@ def _most_steps(config: RunConfig) -> int:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class _HeadPlan:
+class HeadPlan:
     """What the rate of a linear head follows from."""
 
     features: int
@@ -213,6 +223,7 @@ class _HeadPlan:
     steps: int
     clip_norm: float
     delta: float
+    pretrained: bool = False
 
 
 def full_signal(num_units: int, *, epsilon: float, delta: float) -> float:
@@ -259,12 +270,20 @@ def estimated_noise(num_units: int, *, batch: float, steps: int, mu: float) -> f
 
 
 def logit_noise(classes: int) -> float:
-    """κ: the noise on a logit that a plan may spend.
+    """κ: the noise on a logit that a plan may spend, for a strong signal.
 
-    A class has a K-th of the units, so that its logit needs at least K times the rate to grow as large; above 0.8 the
-    noise itself decides between classes.
+    A class has a K-th of the units, so that its logit needs K times the rate to grow as large, and more classes need
+    finer differences; above 0.8 the noise itself decides between classes.
     """
-    return min(NOISE_OF_TWO_CLASSES * (max(2, classes) / 2) ** NOISE_GROWTH, MOST_LOGIT_NOISE)
+    return min(NOISE_OF_TWO_CLASSES * (max(2, classes) / 2) ** 2, MOST_LOGIT_NOISE)
+
+
+def training_time(classes: int, *, signal: float, least: float = LEAST_TIME) -> float:
+    """Rate times steps, in units of one clipped gradient on a row of length one: what ``logit_noise`` allows.
+
+    Not below ``least``, so that the mean of all images, which tells nothing about classes, has been learned.
+    """
+    return min(max(least, logit_noise(classes) * signal), MOST_LOGIT_NOISE * signal)
 
 
 def whitening_ridge(signal: float) -> float:
@@ -284,13 +303,19 @@ def head_features(model: ModelConfig, facts: Facts, config: RunConfig) -> int | 
     return None
 
 
-def head_rate(plan: _HeadPlan, *, signal: float) -> float:
-    """The rate that puts ``logit_noise`` on a logit: κ·S / (C·√D·T), to two digits."""
-    rate = logit_noise(plan.classes) * signal / (plan.clip_norm * math.sqrt(plan.features) * plan.steps)
-    return float(f"{rate:.2g}")
+def head_clip_norm(features: int, *, pretrained: bool = False) -> float:
+    """The clip norm of a linear head on rows of length √features, to two digits."""
+    return float(f"{(PRETRAINED_CLIP if pretrained else HEAD_CLIP) * math.sqrt(features):.2g}")
 
 
-def _head_optimizer(config: RunConfig, plan: _HeadPlan, num_units: int) -> OptimizerSettings:
+def head_rate(plan: HeadPlan, *, signal: float) -> float:
+    """The rate of a linear head: ``training_time`` / (C·√D·T), to two digits."""
+    least = LEAST_PRETRAINED_TIME if plan.pretrained else LEAST_TIME
+    time = training_time(plan.classes, signal=signal, least=least)
+    return float(f"{time / (plan.clip_norm * math.sqrt(plan.features) * plan.steps):.2g}")
+
+
+def _head_optimizer(config: RunConfig, plan: HeadPlan, num_units: int) -> OptimizerSettings:
     """Plain SGD: neither momentum nor averages change what noise does to a linear head."""
     privacy = config.privacy
     if not privacy.enabled:
@@ -315,7 +340,7 @@ def propose_model(facts: Facts, *, signal: float) -> ModelConfig:
     """A linear layer on fixed wavelet features, as strongly decorrelated as the signal allows; else a tanh CNN."""
     _, height, width = facts.image_shape
     if height % 4 == 0 and width % 4 == 0 and min(height, width) >= 8:
-        pool = min(HEAD_POOL, height // 4, width // 4)
+        pool = 0 if signal >= FULL_RESOLUTION else min(HEAD_POOL, height // 4, width // 4)
         options = {"standardise": "whitened", "pool": pool, "ridge": whitening_ridge(signal)}
         return ModelConfig(name="scatter_linear", options=options)
     return ModelConfig(name="shoefit_cnn", options={"activation": "tanh"})

@@ -89,12 +89,13 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
     if config.data.mean is not None or config.data.std is not None:
         raise ArgumentError("mean and std are written by the run itself: choose normalisation instead.")
     config, sized = choose_image_size(config)
+    model_was_open = config.model is None
     config, constants = resolve_initial_weights(config)
     splits = load_splits(config, keys)
     if constants is not None:
         splits = replace(splits, published=constants)  # what the weights were trained with goes first
     config = name_normalisation(name_units(config, splits.train), splits)
-    config = start_head_at_zero(config)
+    config = fit_pretrained_head(config, model_was_open=model_was_open)
     require_public_constants(config)
     if config.model is not None:
         require_fitting_model(config.model, masks=config.task == "segmentation")
@@ -235,16 +236,19 @@ def name_normalisation(config: RunConfig, splits: RunSplits) -> RunConfig:
     return _updated(config, "data", {"normalisation": wanted})
 
 
-def start_head_at_zero(config: RunConfig) -> RunConfig:
-    """Let a head that is trained alone start at zero, unless its optimizer or its options are given.
+def fit_pretrained_head(config: RunConfig, *, model_was_open: bool) -> RunConfig:
+    """Let a head that is trained alone start at zero, and its backbone see detail, unless the user chose otherwise.
 
     Drawn weights would put noise on every logit that a short private training does not remove.
     """
     model = config.model
     alone = config.transfer is not None and config.transfer.trained == "head" and config.optimizer is None
-    if not alone or model is None or is_own(model.name) or "zero_head" not in entry(model.name).options:
+    if not alone or not model_was_open or model is None or is_own(model.name):
         return config
-    options = {"zero_head": True, **model.options}
+    known = entry(model.name).options
+    options = dict(model.options)
+    options |= {"zero_head": True} if "zero_head" in known else {}
+    options |= {"resize_to": PRETRAINED_IMAGE_SIZE} if "resize_to" in options else {}
     return config.model_copy(update={"model": model.model_copy(update={"options": options})})
 
 
