@@ -156,7 +156,7 @@ def regression(data: HeadData) -> float:
     from sklearn.linear_model import LogisticRegressionCV
 
     scale = math.sqrt(data.train_x.shape[1])
-    model = LogisticRegressionCV(Cs=[1.0, 10.0, 100.0], cv=3, max_iter=200, l1_ratios=(0,), use_legacy_attributes=False)
+    model = LogisticRegressionCV(Cs=[1.0, 10.0, 100.0], cv=3, max_iter=200, l1_ratios=(0,), use_legacy_attributes=False, scoring="accuracy")
     model.fit(data.train_x.numpy() / scale, data.train_y.numpy())
     return 100 * float(model.score(data.test_x.numpy() / scale, data.test_y.numpy()))
 

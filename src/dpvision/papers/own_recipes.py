@@ -36,12 +36,12 @@ def demo() -> Recipe:
         name="demo",
         data=DataConfig(source="digits", image_size=32),
         model=ModelConfig(
-            name="scatter_linear", options={"image_size": 32, "standardise": "whitened", "pool": 4, "ridge": 0.85}
+            name="scatter_linear", options={"image_size": 32, "standardise": "whitened", "pool": 4, "ridge": 0.3}
         ),
         privacy=PrivacyConfig(
-            target_epsilon=3.0, delta=1e-4, num_units=1437, expected_batch_size=1437, steps=60, clip_norm=18.0
+            target_epsilon=3.0, delta=1e-4, num_units=1437, expected_batch_size=1437, steps=60, clip_norm=25.0
         ),
-        optimizer=sgd(0.013),
+        optimizer=sgd(0.015),
     )
     return Recipe(
         config=config,

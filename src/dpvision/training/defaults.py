@@ -37,9 +37,9 @@ HEAD_POOL, FULL_RESOLUTION = 4, 10_000.0
 """Regions along a side; from this signal on, features keep their resolution."""
 HEAD_CLIP, PRETRAINED_CLIP = 0.7, 0.5
 """Clip norm over √D: about the length of a gradient at the start, so that clipping does not hide unequal classes."""
-NOISE_OF_TWO_CLASSES, MOST_LOGIT_NOISE = 0.0125, 0.8
-LEAST_TIME, LEAST_PRETRAINED_TIME = 20.0, 8.0
-"""Rate times steps, in units of one clipped gradient on a row of length one: below, unequal classes decide everything."""
+NOISE_OF_TWO_CLASSES, MOST_LOGIT_NOISE = 0.025, 0.9
+TIME_PER_CLASS, PRETRAINED_TIME_PER_CLASS = 10.0, 4.0
+"""Least rate times steps, in units of one clipped gradient on a row of length one: below, unequal classes decide."""
 RIDGE_AT, LEAST_RIDGE, MOST_RIDGE = 1000.0, 0.3, 10.0
 PUBLIC_TIME = 60.0
 """Rate times steps for each class, over the squared length of a row, without privacy."""
@@ -273,16 +273,18 @@ def logit_noise(classes: int) -> float:
     """κ: the noise on a logit that a plan may spend, for a strong signal.
 
     A class has a K-th of the units, so that its logit needs K times the rate to grow as large, and more classes need
-    finer differences; above 0.8 the noise itself decides between classes.
+    finer differences; above 0.9 the noise itself decides between classes.
     """
     return min(NOISE_OF_TWO_CLASSES * (max(2, classes) / 2) ** 2, MOST_LOGIT_NOISE)
 
 
-def training_time(classes: int, *, signal: float, least: float = LEAST_TIME) -> float:
-    """Rate times steps, in units of one clipped gradient on a row of length one: what ``logit_noise`` allows.
+def training_time(classes: int, *, signal: float, pretrained: bool = False) -> float:
+    """τ: rate times steps, in units of one clipped gradient on a row of length one.
 
-    Not below ``least``, so that the mean of all images, which tells nothing about classes, has been learned.
+    What ``logit_noise`` allows, and at least so much that the mean of all images, which says nothing about classes, has
+    been learned. Pretrained features separate classes sooner.
     """
+    least = max(2, classes) * (PRETRAINED_TIME_PER_CLASS if pretrained else TIME_PER_CLASS)
     return min(max(least, logit_noise(classes) * signal), MOST_LOGIT_NOISE * signal)
 
 
@@ -310,8 +312,7 @@ def head_clip_norm(features: int, *, pretrained: bool = False) -> float:
 
 def head_rate(plan: HeadPlan, *, signal: float) -> float:
     """The rate of a linear head: ``training_time`` / (C·√D·T), to two digits."""
-    least = LEAST_PRETRAINED_TIME if plan.pretrained else LEAST_TIME
-    time = training_time(plan.classes, signal=signal, least=least)
+    time = training_time(plan.classes, signal=signal, pretrained=plan.pretrained)
     return float(f"{time / (plan.clip_norm * math.sqrt(plan.features) * plan.steps):.2g}")
 
 

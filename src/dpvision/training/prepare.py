@@ -12,7 +12,7 @@ kind of normalisation, head
 refusals of a plan                   configuration                                       no
 number of units                      the private data, with Gaussian noise, or declared  ``count_charges``
 delta, model, batch, steps, ...      that number; classes and image shape                no
-noise multiplier                     all of the above                                    no
+noise multiplier, forecast           all of the above                                    no
 ===================================  ==================================================  ====================
 
 Nothing is written here. ``start_run`` charges the count together with the first line of the ledger, before any file
@@ -47,9 +47,11 @@ from dpvision.training.defaults import (
     Choice,
     Facts,
     fill_open_settings,
+    head_features,
     require_fitting_model,
     two_digits,
 )
+from dpvision.training.forecast import Forecast, forecast
 from dpvision.training.initial_weights import resolve_initial_weights
 from dpvision.training.pretrained import KNOWN_WEIGHTS
 
@@ -64,12 +66,13 @@ MOST_COUNTED = 10**8
 @final
 @dataclass(frozen=True)
 class Prepared:
-    """A resolved configuration, its data, the settings that were chosen, and notes for the terminal."""
+    """A resolved configuration, its data, the settings that were chosen, notes for the terminal, and a forecast."""
 
     config: RunConfig
     splits: RunSplits
     choices: tuple[Choice, ...]
     notes: tuple[str, ...]
+    forecast: Forecast | None = None
 
 
 def prepare(config: RunConfig, keys: Keys) -> Prepared:
@@ -105,7 +108,9 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
     config, chosen = fill_open_settings(config, facts)
     require_both_stages(config)
     config = parse_config((calibrate(config) if config.privacy.enabled else config).model_dump())
-    return Prepared(config, splits, (*sized, *counted, *chosen), notes(config, splits))
+    head = head_features(required(config.model, "model"), facts, config) is not None
+    expected = forecast(config, num_classes=train.num_classes, linear_head=head)
+    return Prepared(config, splits, (*sized, *counted, *chosen), notes(config, splits), expected)
 
 
 def load_run_code(

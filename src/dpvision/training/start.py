@@ -21,7 +21,7 @@ from typing import Any
 from dpvision.config import RunConfig, required
 from dpvision.data import Normalisation, released_normalisation
 from dpvision.data.splits import RunSplits, constant_normalisation, holdout_keys
-from dpvision.errors import PrivacyError
+from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.own_code import NO_CODE, RunCode
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.noise import standard_normals
@@ -55,6 +55,7 @@ def train(
     callback: RunCallback | None = None,
     model: object | None = None,
     loss: object | None = None,
+    anyway: bool = True,
 ) -> RunResult:
     """Train a model and write its release.
 
@@ -70,13 +71,14 @@ def train(
             and stays as it is. Default: the configured one.
         loss: the user's own loss: FILE.py:FUNCTION, or a function of outputs and targets that returns one value per
             row. Default: the configured one.
+        anyway: train although the forecast calls the plan hopeless.
 
     Returns:
         The outcome, the certificate and the metrics.
 
     Raises:
         ArgumentError: the configuration or the user's own code is impossible, or the plan would spend more than its
-            target epsilon. Nothing is written then.
+            target epsilon, or it is hopeless and ``anyway`` is not set. Nothing is written then, but a charged count.
         PrivacyError: the model mixes units.
         DataError: the data can't be read.
 
@@ -85,7 +87,9 @@ def train(
     """
     callback = callback or RunCallback()
     config, code = load_run_code(config, model=model, loss=loss)
-    session, prepared = start_run(config, Path(run), seed=seed, device=device, callback=callback, code=code)
+    session, prepared = start_run(
+        config, Path(run), seed=seed, device=device, callback=callback, code=code, anyway=anyway
+    )
     return run_to_release(session, callback, choices=prepared.choices, notes=prepared.notes)
 
 
@@ -97,6 +101,7 @@ def start_run(
     device: str,
     callback: RunCallback | None = None,
     code: RunCode = NO_CODE,
+    anyway: bool = True,
 ) -> tuple[Session, Prepared]:
     """Make a new run in the order above. Nothing is written before data, plan and model have been checked."""
     RunFolder.require_new(path)
@@ -104,6 +109,10 @@ def start_run(
     run_id = keys.derive("run")[:8].hex()
     prepared = prepare(config, holdout_keys(keys, run_id))
     config, splits = prepared.config, prepared.splits
+    if prepared.forecast is not None:
+        if prepared.forecast.hopeless and not anyway:
+            refuse_hopeless(prepared, path, keys, run_id)
+        (callback or RunCallback()).message(prepared.forecast.text)
 
     model, stages = model_and_stages(config, splits, device, code)
     if config.privacy.enabled:
@@ -149,6 +158,26 @@ def start_run(
     )
     session.save_checkpoint()
     return session, prepared
+
+
+def refuse_hopeless(prepared: Prepared, path: Path, keys: Keys, run_id: str) -> None:
+    """Refuse a plan that the forecast calls hopeless.
+
+    Guarantee: with a declared number of units nothing is written, and the refusal follows from declared facts. With a
+    counted one the refusal shows something of the noisy count, so the count is charged in a ledger first.
+
+    Raises:
+        ArgumentError: always.
+    """
+    config, found = prepared.config, required(prepared.forecast, "forecast")
+    text = f"{found.text}. Nothing was trained; give --anyway to train all the same."
+    counted = [event for event, _ in count_charges(config)]
+    if counted:
+        with RunFolder.create(path) as folder:
+            header = ledger_header(config, run_id, hand_seeded=keys.hand_seeded)
+            Ledger.create(folder.ledger_path, header, charges=counted)
+        text += f" The noisy count of the units is charged in {path}; declare num_units to avoid it."
+    raise ArgumentError(text)
 
 
 def with_features(binding: Binding, features: SplitFeatures | None) -> Binding:
