@@ -98,7 +98,7 @@ class DataConfig(Settings):
     image_size: int | None = Field(default=None, ge=4, le=1024)
     """Shorter side after resizing, in pixels (4 to 1024); then cropped square."""
     channels: Literal[1, 3] | None = None
-    """Channels of an image, grey or colour. Default: as found."""
+    """Channels of an image, grey or colour. Default: colour for folders of classes, else the file's own."""
     skip_bad: bool = False
     """Skip and count images that can't be read."""
     holdout_fraction: Annotated[float, Flag("--holdout")] = Field(default=0.1, gt=0, lt=1)
@@ -298,7 +298,7 @@ class PrivacyConfig(Settings):
     """Mean number of units in a Poisson draw; the divisor of the sum."""
     steps: Annotated[int | None, FIRST] = Field(default=None, ge=1)
     """Noisy releases, empty draws included."""
-    epochs: Annotated[float | None, FIRST] = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0)
     """Passes over the data, instead of --steps; the run converts them to steps."""
     clip_norm: float | None = Field(default=None, ge=1e-30, le=1e30)
     """L2 bound on the gradient of one unit."""

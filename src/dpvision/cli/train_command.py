@@ -36,7 +36,10 @@ class TrainFlags:
     recipe: Annotated[str | None, typer.Option(help="Settings to start from; `dpvision recipes` lists them.")] = None
     config: Annotated[Path | None, typer.Option(help="TOML file with settings of the run to start from.")] = None
     output: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME-1, -2 …")] = None
-    anyway: Annotated[bool, typer.Option("--anyway", help="Train although the forecast calls the plan hopeless.")] = False
+    anyway: Annotated[
+        bool,
+        typer.Option("--anyway", help="Train although the forecast calls the plan hopeless.", rich_help_panel="Privacy"),
+    ] = False
     quick: Annotated[bool, typer.Option("--quick", help="Smoke test of a recipe: two steps, synthetic images.")] = False
     json: Json = False
     scale: Annotated[

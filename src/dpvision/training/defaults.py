@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import final
 
 from dpvision.accounting import propose_delta, steps_for_epochs
@@ -49,7 +48,6 @@ USUAL_RATES = {"sgd": 1.0, "nadam": 1e-3, "adam": 1e-3, "adamw": 1e-3, "rmsprop"
 USUAL_EPSILON = 8.0
 """Stands for the target where only a noise multiplier is given."""
 _PATHS = 81
-_NORMAL = NormalDist()
 
 
 @final
@@ -241,8 +239,8 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     low, high = 0.0, 1.0
 
     def spent(mu: float) -> float:
-        first = _NORMAL.cdf(mu / 2 - epsilon / mu)
-        tail = _NORMAL.cdf(-mu / 2 - epsilon / mu)
+        first = math.erfc((epsilon / mu - mu / 2) / math.sqrt(2)) / 2
+        tail = math.erfc((epsilon / mu + mu / 2) / math.sqrt(2)) / 2
         return first - (math.exp(epsilon + math.log(tail)) if tail > 0 else 0.0)
 
     while high < 1e6 and spent(high) < delta:

@@ -5,7 +5,7 @@ What is decided from what, in the order of ``prepare``:
 ===================================  ==================================================  ====================
 decision                             decided from                                        charged
 ===================================  ==================================================  ====================
-image size, initial weights          configuration, public files                         no
+image shape, initial weights         configuration, public files                         no
 both splits                          reads the private images; they stay in memory       no
 name of the unit, rows per unit,     configuration; whether owners of rows are known     no
 kind of normalisation, head
@@ -91,7 +91,7 @@ def prepare(config: RunConfig, keys: Keys) -> Prepared:
     """
     if config.data.mean is not None or config.data.std is not None:
         raise ArgumentError("mean and std are written by the run itself: choose normalisation instead.")
-    config, sized = choose_image_size(config)
+    config, sized = choose_image_shape(config)
     model_was_open = config.model is None
     config, constants = resolve_initial_weights(config)
     splits = load_splits(config, keys)
@@ -188,16 +188,28 @@ def run_code_again(
     return config.model_copy(update=update), RunCode(own_model, own_loss)
 
 
-def choose_image_size(config: RunConfig) -> tuple[RunConfig, tuple[Choice, ...]]:
-    """Fill in the image size of a folder, whose images may have many sizes."""
-    data = config.data
-    if data.image_size is not None or data.source in dataset_names() or not Path(data.source).is_dir():
+def choose_image_shape(config: RunConfig) -> tuple[RunConfig, tuple[Choice, ...]]:
+    """Fill in size and channels of the images of a folder, which may have many of both: no file decides on them.
+
+    Colour, because grey images stored in colour lose nothing by it in the default model; --channels 1 declares grey.
+    """
+    data, masks = config.data, config.task == "segmentation"
+    if data.source in dataset_names() or not Path(data.source).is_dir():
         return config, ()
-    side = DEFAULT_MASK_SIZE if config.task == "segmentation" else DEFAULT_IMAGE_SIZE
-    reason = "small images train fast; raise it for detail"
-    if config.transfer is not None and config.transfer.weights in KNOWN_WEIGHTS and config.model is None:
-        side, reason = PRETRAINED_IMAGE_SIZE, "pretrained weights read detail"
-    return _updated(config, "data", {"image_size": side}), (Choice("image_size", str(side), reason),)
+    chosen: dict[str, object] = {}
+    reasons: list[str] = []
+    if data.image_size is None:
+        side, reason = DEFAULT_MASK_SIZE if masks else DEFAULT_IMAGE_SIZE, "small images train fast; raise it for detail"
+        if config.transfer is not None and config.transfer.weights in KNOWN_WEIGHTS and config.model is None:
+            side, reason = PRETRAINED_IMAGE_SIZE, "pretrained weights read detail"
+        chosen["image_size"] = side
+        reasons.append(reason)
+    if data.channels is None and not masks:
+        chosen["channels"] = 3
+        reasons.append("colour; for grey images give --channels 1")
+    shown = zip(chosen.items(), reasons, strict=True)
+    choices = tuple(Choice(name, str(value), reason) for (name, value), reason in shown)
+    return _updated(config, "data", chosen), choices
 
 
 def name_units(config: RunConfig, store: ImageStore) -> RunConfig:
