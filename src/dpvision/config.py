@@ -98,10 +98,10 @@ class DataConfig(Settings):
     image_size: int | None = Field(default=None, ge=4, le=1024)
     """Shorter side after resizing, in pixels (4 to 1024); then cropped square."""
     channels: Literal[1, 3] | None = None
-    """Channels of an image, grey or colour. Default: as found."""
+    """Channels of an image, grey or colour. Default: colour for folders of classes, else the file's own."""
     skip_bad: bool = False
     """Skip and count images that can't be read."""
-    holdout_fraction: float = Field(default=0.1, gt=0, lt=1)
+    holdout_fraction: Annotated[float, Flag("--holdout")] = Field(default=0.1, gt=0, lt=1)
     """Share of the units that is held out as the test split, between 0 and 1."""
     normalisation: Literal["auto", "published", "fixed", "none", "released"] = "auto"
     """Source of the pixel mean and std; released means estimated with noise, and charged."""
@@ -308,6 +308,8 @@ class PrivacyConfig(Settings):
     """Mean number of units in a Poisson draw; the divisor of the sum."""
     steps: Annotated[int | None, FIRST] = Field(default=None, ge=1)
     """Noisy releases, empty draws included."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the data, instead of --steps; the run converts them to steps."""
     clip_norm: float | None = Field(default=None, ge=1e-30, le=1e30)
     """L2 bound on the gradient of one unit."""
     clipping: Clipping = "flat"
@@ -329,6 +331,8 @@ class PrivacyConfig(Settings):
     def _check(self) -> Self:
         if self.enabled and self.target_epsilon is None and self.noise_multiplier is None:
             raise ValueError("a private run needs target_epsilon or noise_multiplier")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError("steps and epochs exclude each other: give one of them")
         return self
 
 
@@ -343,13 +347,16 @@ _OPTIMIZER_USES: Final[dict[str, set[str]]] = {
 
 @final
 class OptimizerSettings(Settings):
-    """Optimisation: the update rule. Defaults are torch's."""
+    """Optimisation: the update rule.
+
+    What is left out is the default run's (training.defaults), or torch's for a rule that is not the default run's.
+    """
 
     panel: ClassVar[Panel] = "optimisation"
     name: Annotated[Literal["sgd", "adam", "adamw", "nadam", "rmsprop"], Flag("--optimizer")] = "sgd"
     """Update rule."""
-    learning_rate: Positive
-    """Step size, > 0. Default: chosen with the model."""
+    learning_rate: Positive | None = None
+    """Step size, > 0. Default: from the plan."""
     weight_decay: NotNegative | None = None
     """Weight decay, >= 0. Default: torch's (0.01 for adamw, else 0)."""
     momentum: BelowOne = 0.0
@@ -373,6 +380,11 @@ class OptimizerSettings(Settings):
         if self.nesterov and not self.momentum > 0:
             raise ValueError(f"nesterov needs momentum > 0, got {self.momentum}. Set momentum, such as 0.9.")
         return self
+
+    def fits(self, name: str) -> bool:
+        """Whether the update rule of that name has every setting that was given here."""
+        ruled = set[str]().union(*_OPTIMIZER_USES.values())
+        return (self.model_fields_set & ruled) <= _OPTIMIZER_USES[name]
 
     @property
     def effective_weight_decay(self) -> float:

@@ -20,11 +20,12 @@ from dpvision.data import dataset_names
 from dpvision.errors import DataError
 
 FLAGS = {
-    "train": """--adjacency --averaging --averaging-decay --averaging-start-step --baseline --cache-features
+    "train": """--adjacency --anyway --averaging --averaging-decay --averaging-start-step --baseline --cache-features
         --channels
         --checkpoint-every --clip-norm --clipping --config --count-noise-multiplier --crop-padding --data-dir --delta
-        --device --erasing --evaluations --expected-batch-size --feature-precision --findings --findings-columns --flip
-        --head-steps --holdout-fraction --image-size --initialisation --json --kernels --learning-rate --licence --loss
+        --device --epochs --erasing --evaluations --expected-batch-size --feature-precision --findings
+        --findings-columns --flip
+        --head-steps --holdout --image-size --initialisation --json --kernels --learning-rate --licence --loss
         --mask-classes --memory-mib --microbatch-size --model --momentum --most-rows-per-owner --name --nesterov
         --no-channels-last --no-pretrained --no-privacy --noise-multiplier --normalisation --num-units --only-foreground
         --optimizer --option --output --padding --privacy-unit --public-data --quick --recipe --rotation --rows-per-unit
@@ -148,7 +149,8 @@ def test_a_wrong_flag_is_answered_with_the_one_that_was_meant() -> None:
     [
         ("--target-epsilon -1", "--target-epsilon (privacy.target_epsilon): Input should be greater than 0"),
         ("", "needs --target-epsilon or --noise-multiplier"),
-        ("--target-epsilon 3 --momentum 0.9", "--learning-rate (optimizer.learning_rate): Field required"),
+        ("--target-epsilon 3 --momentum 1.5", "--momentum (optimizer.momentum): Input should be less than 1"),
+        ("--target-epsilon 3 --steps 5 --epochs 2", "steps and epochs exclude each other"),
         ("--target-epsilon 3 --clipping round", "--clipping (privacy.clipping): Input should be 'flat'"),
         ("--target-epsilon 3 --transfer-weights x --trained last", "with --trained last"),
     ],

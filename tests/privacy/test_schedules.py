@@ -30,7 +30,6 @@ from optim_cases import (
 @pytest.mark.parametrize(
     ("settings", "kwargs", "message"),
     [
-        (OptimizerSettings, {}, "learning_rate"),
         (OptimizerSettings, {"learning_rate": 0}, "greater than 0"),
         (OptimizerSettings, {"learning_rate": math.nan}, "finite"),
         (OptimizerSettings, {"learning_rate": math.inf}, "finite"),

@@ -1,58 +1,81 @@
-"""Rules of thumb: what is chosen when the user leaves things open."""
+"""Defaults: what is chosen when the user leaves things open, and that what is given changes nothing else."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from dpvision.accounting import calibrate_noise_multiplier, propose_delta
 from dpvision.config import RunConfig, parse_config
-from dpvision.training.defaults import Facts, fill_open_settings, two_digits
+from dpvision.training.defaults import (
+    HEAD_STEPS,
+    MOST_LOGIT_NOISE,
+    Facts,
+    estimated_noise,
+    fill_open_settings,
+    full_signal,
+    gaussian_mu,
+    logit_noise,
+    training_time,
+    two_digits,
+    whitening_ridge,
+)
 
 
-def asked(**privacy: Any) -> RunConfig:
-    return parse_config({"data": {"source": "scans"}, "privacy": {"target_epsilon": 3.0, **privacy}})
+def asked(*, optimizer: Any = None, model: Any = None, averaging: Any = None, **privacy: Any) -> RunConfig:
+    sections = {"optimizer": optimizer, "model": model, "averaging": averaging}
+    given = {name: value for name, value in sections.items() if value is not None}
+    return parse_config({"data": {"source": "scans"}, "privacy": {"target_epsilon": 3.0, **privacy}, **given})
 
 
-def facts(num_units: int, shape: tuple[int, int, int] = (3, 32, 32)) -> Facts:
-    return Facts(num_units=num_units, num_classes=10, image_shape=shape)
+def facts(num_units: int, shape: tuple[int, int, int] = (3, 32, 32), num_classes: int = 10) -> Facts:
+    return Facts(num_units=num_units, num_classes=num_classes, image_shape=shape)
+
+
+def filled(config: RunConfig, known: Facts) -> RunConfig:
+    return fill_open_settings(config, known)[0]
 
 
 @pytest.mark.parametrize(
     ("num_units", "shape", "model"),
     [
-        (1500, (3, 32, 32), "scatter_linear"),
+        (300, (3, 32, 32), "scatter_linear"),
         (1500, (3, 33, 33), "shoefit_cnn"),
-        (60_000, (1, 28, 28), "shoefit_cnn"),
-        (50_000, (3, 32, 32), "scaleresnet9"),
+        (60_000, (1, 28, 28), "scatter_linear"),
+        (50_000, (3, 32, 32), "scatter_linear"),
     ],
 )
-def test_the_model_follows_the_number_of_units_and_the_shape(num_units: int, shape: Any, model: str) -> None:
-    filled, choices = fill_open_settings(asked(), facts(num_units, shape))
-    assert filled.model is not None
-    assert filled.model.name == model
+def test_the_model_follows_the_shape(num_units: int, shape: Any, model: str) -> None:
+    config, choices = fill_open_settings(asked(), facts(num_units, shape))
+    assert config.model is not None
+    assert config.model.name == model
     assert choices[0].setting == "model"
 
 
 @pytest.mark.parametrize("num_units", [3, 40, 1437, 20_000, 60_000, 1_300_000])
-def test_nothing_but_the_noise_stays_open_and_the_rate_is_a_rate(num_units: int) -> None:
-    filled, choices = fill_open_settings(asked(), facts(num_units))
-    privacy = filled.privacy
+@pytest.mark.parametrize("num_classes", [2, 10, 1000])
+def test_nothing_but_the_noise_stays_open_and_the_rate_is_a_rate(num_units: int, num_classes: int) -> None:
+    config, choices = fill_open_settings(asked(), facts(num_units, num_classes=num_classes))
+    privacy = config.privacy
     assert privacy.num_units is not None
     assert privacy.expected_batch_size is not None
-    assert 0 < privacy.expected_batch_size <= max(1, privacy.num_units / 2)
+    assert 0 < privacy.expected_batch_size <= privacy.num_units
     assert privacy.delta is not None
     assert privacy.delta < 1 / privacy.num_units
-    assert privacy.steps is not None
-    assert 50 <= privacy.steps <= 2000
+    assert privacy.steps == HEAD_STEPS
     assert privacy.noise_multiplier is None
-    assert {"num_units", "delta", "steps", "clip_norm"} <= {choice.setting for choice in choices}
+    assert config.optimizer is not None
+    assert config.optimizer.learning_rate is not None
+    assert {"num_units", "delta", "steps", "clip_norm", "optimizer"} <= {choice.setting for choice in choices}
+    parse_config(config.model_dump())
 
 
 def test_what_the_user_gave_is_kept() -> None:
     given = asked(delta=1e-6, num_units=999, expected_batch_size=10.0, steps=7, clip_norm=0.9)
-    filled, choices = fill_open_settings(given, facts(1500))
-    assert filled.privacy == given.privacy
+    config, choices = fill_open_settings(given, facts(1500))
+    assert config.privacy == given.privacy
     assert not {"delta", "num_units", "steps", "clip_norm"} & {choice.setting for choice in choices}
 
 
@@ -61,3 +84,111 @@ def test_what_the_user_gave_is_kept() -> None:
 )
 def test_a_number_read_off_the_data_is_rounded_to_two_digits(count: int, rounded: int) -> None:
     assert two_digits(count) == rounded
+
+
+# ---- The rules of linear heads
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 1e-5), (1, 1e-4), (3, 1e-4), (8, 1e-6), (50, 1e-3)])
+def test_the_signal_is_what_the_accountant_allows_for_one_release(epsilon: float, delta: float) -> None:
+    noise = calibrate_noise_multiplier(
+        num_units=100, expected_batch_size=100, steps=1, target_epsilon=epsilon, delta=delta, refuse_little_noise=False
+    )
+    assert gaussian_mu(epsilon, delta) == pytest.approx(1 / noise, rel=2e-3)
+
+
+@pytest.mark.parametrize("batch", [200, 1000])
+def test_the_noise_of_a_plan_is_estimated_well_enough_for_a_rate(batch: float) -> None:
+    delta = propose_delta(1000)
+    noise = calibrate_noise_multiplier(
+        num_units=1000, expected_batch_size=batch, steps=60, target_epsilon=3.0, delta=delta
+    )
+    estimate = estimated_noise(1000, batch=batch, steps=60, mu=gaussian_mu(3.0, delta))
+    assert estimate == pytest.approx(noise, rel=0.15)  # a rate two digits long, on a plateau that is twice as wide
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 3.0, 8.0])
+@pytest.mark.parametrize("num_units", [50, 300, 1000, 10_000, 100_000])
+@pytest.mark.parametrize("num_classes", [2, 10, 100])
+def test_the_noise_on_a_logit_stays_below_its_bound(epsilon: float, num_units: int, num_classes: int) -> None:
+    known = facts(num_units, num_classes=num_classes)
+    config = filled(asked(target_epsilon=epsilon, num_units=num_units), known)
+    assert config.optimizer is not None
+    assert config.model is not None
+    privacy, rate = config.privacy, config.optimizer.learning_rate
+    assert rate is not None
+    assert privacy.delta is not None
+    assert privacy.clip_norm is not None
+    assert privacy.steps is not None
+    width = math.sqrt(3 * 81 * (int(config.model.options["pool"]) or 8) ** 2)
+    signal = full_signal(num_units, epsilon=epsilon, delta=privacy.delta)
+    assert rate * privacy.clip_norm * width * privacy.steps / signal <= MOST_LOGIT_NOISE * 1.06  # two digits of a rate
+
+
+def test_rate_times_steps_rises_with_the_signal_and_with_the_classes() -> None:
+    signals = [10.0, 100.0, 1000.0, 10_000.0]
+    for classes in (2, 6, 10, 20):
+        times = [training_time(classes, signal=signal) for signal in signals]
+        assert times == sorted(times)
+    assert [logit_noise(classes) for classes in (2, 3, 6, 10)] == sorted(logit_noise(n) for n in (10, 6, 3, 2))
+    ridges = [whitening_ridge(signal) for signal in signals]
+    assert ridges == sorted(ridges, reverse=True)
+
+
+def test_the_defaults_are_the_same_whatever_the_rows_are() -> None:
+    # Facts hold no labels, pixels or class counts; with a declared number, not even the number of rows enters.
+    one, other = (filled(asked(num_units=1000), facts(rows)) for rows in (999, 1001))
+    assert one == other
+
+
+# ---- Overrides
+
+
+def changed(one: RunConfig, other: RunConfig) -> set[str]:
+    """Dotted names of the settings that differ."""
+    found = set()
+    for section in ("privacy", "optimizer", "averaging", "schedule", "model", "views"):
+        left, right = getattr(one, section).model_dump(), getattr(other, section).model_dump()
+        found |= {f"{section}.{name}" for name in left if left[name] != right[name]}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("section", "setting", "value"),
+    [
+        ("optimizer", "learning_rate", 0.123),
+        ("optimizer", "momentum", 0.9),
+        ("optimizer", "weight_decay", 0.01),
+        ("averaging", "kind", "polyak"),
+    ],
+)
+@pytest.mark.parametrize("shape", [(3, 32, 32), (3, 33, 33)])
+def test_an_override_changes_its_own_setting_alone(section: str, setting: str, value: Any, shape: Any) -> None:
+    usual = filled(asked(), facts(1000, shape))
+    given: dict[str, Any] = {section: {setting: value}}
+    extra = {"averaging.decay"} if section == "averaging" and shape[1] == 33 else set[str]()  # polyak has no decay
+    assert changed(usual, filled(asked(**given), facts(1000, shape))) == {f"{section}.{setting}"} | extra
+
+
+def test_another_update_rule_has_its_own_usual_rate() -> None:
+    config = filled(asked(optimizer={"name": "adam"}), facts(1000))
+    assert config.optimizer is not None
+    assert (config.optimizer.name, config.optimizer.learning_rate) == ("adam", 1e-3)
+    residual = filled(asked(optimizer={"momentum": 0.9}, model={"name": "scaleresnet9"}), facts(1000))
+    assert residual.optimizer is not None
+    assert (residual.optimizer.name, residual.optimizer.momentum) == ("sgd", 0.9)  # nadam has no such momentum
+
+
+def test_averaging_can_be_switched_off_alone() -> None:
+    assert filled(asked(), facts(1000, (3, 33, 33))).averaging.kind == "ema"
+    assert filled(asked(averaging={"kind": "none"}), facts(1000, (3, 33, 33))).averaging.kind == "none"
+
+
+def test_epochs_become_steps_and_are_not_kept_beside_them() -> None:
+    config = filled(asked(epochs=10.0, expected_batch_size=100.0, num_units=1000), facts(1000))
+    assert (config.privacy.steps, config.privacy.epochs) == (100, None)
+
+
+def test_epochs_of_a_counted_number_have_a_limit() -> None:
+    config = asked(epochs=1e6, expected_batch_size=1.0, num_units=1000, count_noise_multiplier=15.0)
+    assert filled(config, facts(1000)).privacy.steps == 10_000

@@ -52,7 +52,7 @@ OTHER_NAMES = {
     "--noise": "--noise-multiplier",
     "--seed": "--unsafe-seed",
     "--out": "--output",
-    "--epochs": "--steps",
+    "--holdout-fraction": "--holdout",
 }
 """What other programs call our flags."""
 _PANELS = {

@@ -144,6 +144,12 @@ def draw(model: nn.Module) -> None:
                 nn.init.zeros_(module.bias)
 
 
+def zero(head: nn.Module) -> None:
+    """Set every parameter of a head to zero: all classes equal before anything is learned."""
+    for parameter in head.parameters():
+        nn.init.zeros_(parameter)
+
+
 _Named = list[tuple[str, nn.Module]]
 
 

@@ -27,6 +27,7 @@ from dpvision.models.backbone import (
     feature_norm_layer,
     norm_maker,
     resize,
+    zero,
 )
 from dpvision.models.layers import Norm, SamePad2d, SpatialMean, SqueezeExcite
 from dpvision.models.layers import activation as make_activation
@@ -190,6 +191,7 @@ def efficientnet_lite0(
     norm: BackboneNorm = "frozen",
     groups: int = 32,
     feature_norm: FeatureNorm = "layer",
+    zero_head: bool = False,
 ) -> nn.Module:
     """EfficientNet-Lite0. ``resize_to`` scales images inside the model (0: not at all), so 32 pixels can become 128.
 
@@ -197,7 +199,7 @@ def efficientnet_lite0(
 
     ``norm`` "frozen" keeps the published BatchNorm as fixed numbers; "group" makes it a GroupNorm that learns on.
     ``feature_norm`` "layer" standardises each row's 1280 features before the head (FACTS §10); the published network
-    has "none".
+    has "none". ``zero_head`` starts the head at zero instead of drawing it.
     """
     make_norm = norm_maker(norm, groups=groups, eps=_EPS)
     colour, channels = colour_front(in_channels)
@@ -219,4 +221,6 @@ def efficientnet_lite0(
         )
     )
     draw(model)
+    if zero_head:
+        zero(model.get_submodule("fc"))
     return model

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpvision.errors import ArgumentError, Problems
+from dpvision.models.backbone import zero
 from dpvision.models.layers import activation as make_activation
 from dpvision.models.shoefit import ImageSize, height_width
 
@@ -202,8 +203,8 @@ class Scattering(nn.Module):
         return blur_y @ x_HW @ blur_x.mT
 
 
-Standardise = Literal["group", "constants", "none"]
-STANDARDISE = ("group", "constants", "none")
+Standardise = Literal["group", "constants", "none", "whitened"]
+STANDARDISE = ("group", "constants", "none", "whitened")
 Constants = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation of every channel."""
 
@@ -226,6 +227,138 @@ class ChannelConstants(nn.Module):
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """Standardise each channel."""
         return (x_NCHW - self.mean[:, None, None]) / self.std[:, None, None]
+
+
+# Rows: brightness, red against green, yellow against blue. Equal channels have no colour in it.
+_OPPONENT = ((1 / 3, 1 / 3, 1 / 3), (1 / 2, -1 / 2, 0.0), (1 / 4, 1 / 4, -1 / 2))
+_COLOUR_GAIN = 2.0
+"""Weight of the two colour channels against brightness: they vary less in images."""
+_FLAT = 1e-4
+"""Added to the variance of a block, so that an image without contrast does not become noise."""
+
+
+@final
+class OpponentColours(nn.Module):
+    """Red, green and blue → brightness, red against green, yellow against blue, each pixel by itself.
+
+    The three primaries of an image are nearly equal, so a linear layer on them spends most of the budget on one
+    direction. Grey images stored in colour have two empty channels afterwards, which cost nothing.
+    """
+
+    rows: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.tensor(_OPPONENT), persistent=False)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """Mix the channels."""
+        return torch.einsum("oc,nchw->nohw", self.rows, x_NCHW)
+
+
+def unit_contrast(x_NCHW: Tensor, *, colours: int, orders: Sequence[int], pool: int) -> Tensor:
+    """Divide each order of an image's scattering features by its own contrast in brightness, then pool.
+
+    Args:
+        x_NCHW: scattering features of each channel, one after the other.
+        colours: channels of the image, brightness first.
+        orders: number of paths of orders 0, 1 and 2.
+        pool: regions along each side; 0 keeps the resolution.
+
+    Returns:
+        (N, colours, paths, height, width).
+    """
+    x_NCPHW = x_NCHW.unflatten(1, (colours, sum(orders)))
+    parts = []
+    for order, block in enumerate(x_NCPHW.split(list(orders), dim=2)):
+        centred = block - block.mean((2, 3, 4), keepdim=True)
+        contrast = (centred[:, :1].square().mean((2, 3, 4), keepdim=True) + _FLAT).sqrt()
+        # The mean brightness of an image says little about it, its mean colours much.
+        colour = block[:, 1:] if order == 0 else centred[:, 1:]
+        parts.append(torch.cat((centred[:, :1], colour * _COLOUR_GAIN), 1) / contrast)
+    joined = torch.cat(parts, 2)
+    if not pool:
+        return joined
+    return functional.adaptive_avg_pool2d(joined.flatten(1, 2), pool).unflatten(1, (colours, sum(orders)))
+
+
+@final
+class WhitenedPaths(nn.Module):
+    """Scattering features at unit contrast, pooled, with paths decorrelated as in synthetic images.
+
+    Orders 0, 1 and 2 of each image are divided by their own contrast in brightness, averaged over ``pool`` × ``pool``
+    regions, and each region's paths are multiplied by (Σ + ridge·tr(Σ)/P)^(-1/2). Σ is the covariance of the paths in
+    synthetic "dead leaves" images (``constants/dead_leaves.json``): no image of anyone decides it.
+
+    Args:
+        colours: channels of the image: 1, or 3 after ``OpponentColours``.
+        scattering: the transform before it.
+        pool: regions along each side; 0 keeps the resolution.
+        ridge: share of the mean variance that is added: large values change little, small ones amplify rare paths.
+
+    Guarantee: rows don't mix and nothing is learned.
+    """
+
+    mean_CP: Tensor
+    whitening_CPP: Tensor
+
+    def __init__(self, colours: int, scattering: Scattering, *, pool: int, ridge: float) -> None:
+        super().__init__()
+        self.colours, self.pool = colours, pool
+        mean, whitening = _whitening(colours, ridge)
+        if mean.shape[1] != scattering.paths:
+            raise ArgumentError(f"whitening needs {mean.shape[1]} scattering paths, got {scattering.paths}.")
+        first_order = scattering.scales * scattering.angles
+        self.orders = (1, first_order, scattering.paths - 1 - first_order)
+        # Not in the state dict: they follow from the options.
+        self.register_buffer("mean_CP", mean, persistent=False)
+        self.register_buffer("whitening_CPP", whitening, persistent=False)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        """Standardise, pool, whiten; (N, C·P·H'·W')."""
+        contrast = unit_contrast(x_NCHW, colours=self.colours, orders=self.orders, pool=self.pool)
+        return whiten(contrast, self.mean_CP, self.whitening_CPP)
+
+    @staticmethod
+    def apply_whitening(x_NCPHW: Tensor, *, colours: int, ridge: float) -> Tensor:
+        """What ``forward`` does after ``unit_contrast``, for features that were kept."""
+        return whiten(x_NCPHW, *_whitening(colours, ridge))
+
+
+def whiten(x_NCPHW: Tensor, mean_CP: Tensor, whitening_CPP: Tensor) -> Tensor:
+    """Centre and decorrelate the paths of each region; (N, C·P·H·W)."""
+    centred = x_NCPHW - mean_CP[:, :, None, None]
+    return torch.einsum("cpq,ncqhw->ncphw", whitening_CPP, centred).flatten(1)
+
+
+def _whitening(colours: int, ridge: float) -> tuple[Tensor, Tensor]:
+    """Mean and (Σ + ridge·tr(Σ)/P)^(-1/2) of the paths of each channel."""
+    mean, covariance = _dead_leaves(colours)
+    values, vectors = np.linalg.eigh(covariance)
+    scale = 1 / np.sqrt(np.maximum(values, 0) + ridge * values.mean(-1, keepdims=True))
+    whitening = (vectors * scale[:, None, :]) @ np.swapaxes(vectors, -1, -2)
+    return torch.from_numpy(mean.astype(np.float32)), torch.from_numpy(whitening.astype(np.float32))
+
+
+@lru_cache(maxsize=1)
+def _dead_leaves_table() -> tuple[Array, Array]:
+    """Mean (2, P) and covariance (2, P, P) of the paths: of brightness, and of a colour channel."""
+    file = resources.files("dpvision.models") / "constants" / "dead_leaves.json"
+    table = json.loads(file.read_text())
+    mean = np.array(table["mean"], dtype=np.float64)
+    upper = np.triu_indices(mean.shape[1])
+    covariance = np.zeros((len(mean), mean.shape[1], mean.shape[1]))
+    for index, values in enumerate(table["covariance_upper"]):
+        covariance[index][upper] = values
+        covariance[index].T[upper] = values
+    return mean, covariance
+
+
+def _dead_leaves(colours: int) -> tuple[Array, Array]:
+    """The same for each channel."""
+    mean, covariance = _dead_leaves_table()
+    of = [0, *[1] * (colours - 1)]
+    return mean[of], covariance[of]
 
 
 @final
@@ -295,13 +428,21 @@ def scatter_linear(
     groups: int = 27,
     constants: str | Constants | None = None,
     fine: bool = False,
+    pool: int = 0,
+    ridge: float = 1.0,
 ) -> nn.Module:
     """Scattering, standardisation, one linear layer: the strongest private features without public data at small ε.
 
     ``standardise`` "group" is GroupNorm without parameters; "constants" takes ``constants``: the name of a set that
     comes with the package, or numbers (see ``channel_constants``; left out, 0 and 1, to be loaded with the weights).
     ``fine`` adds the features of the smallest scale, at twice the resolution and each channel standardised by itself.
+    "whitened" takes ``pool`` and ``ridge``, see ``WhitenedPaths``: opponent colours, pooled and decorrelated features,
+    each row of length √D for D features, and a head that starts at zero. The defaults for own images use it.
     """
+    if standardise == "whitened":
+        return _whitened_linear(num_classes, in_channels, height_width(image_size), fine, constants, pool, ridge)
+    if pool or ridge != 1.0:
+        raise ArgumentError(f"pool and ridge need standardise='whitened', got {standardise!r}.")
     if fine and standardise != "group":
         raise ArgumentError(f"fine features need standardise='group', got {standardise!r}.")
     size = height_width(image_size)
@@ -317,6 +458,39 @@ def scatter_linear(
         nn.Sequential(finer, nn.GroupNorm(channels, channels, affine=False), nn.Flatten()),
     )
     return nn.Sequential(front, nn.Linear(features + in_channels * finer.features, num_classes))
+
+
+def _whitened_linear(
+    num_classes: int,
+    in_channels: int,
+    size: tuple[int, int],
+    fine: bool,
+    constants: str | Constants | None,
+    pool: int,
+    ridge: float,
+) -> nn.Module:
+    """A linear layer on whitened features."""
+    scattering = Scattering(size)
+    problems = Problems()
+    problems.require(not fine and constants is None, "standardise='whitened' takes neither fine nor constants.")
+    problems.require(in_channels in (1, 3), f"standardise='whitened' needs 1 or 3 channels, got {in_channels}.")
+    problems.count("pool", pool, least=0)
+    problems.positive("ridge", ridge)
+    fits = pool <= min(scattering.output_size)
+    problems.require(fits, f"pool must be at most {min(scattering.output_size)} for {size} pixels, got {pool}.")
+    problems.raise_if_any()
+    regions = pool**2 if pool else scattering.output_size[0] * scattering.output_size[1]
+    features = in_channels * scattering.paths * regions
+    colours = [OpponentColours()] if in_channels == 3 else []
+    head = nn.Linear(features, num_classes)
+    zero(head)
+    return nn.Sequential(
+        *colours,
+        scattering,
+        WhitenedPaths(in_channels, scattering, pool=pool, ridge=ridge),
+        nn.LayerNorm(features, elementwise_affine=False),
+        head,
+    )
 
 
 @final

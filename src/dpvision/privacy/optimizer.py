@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpvision.config import AveragingSettings, OptimizerSettings, ScheduleSettings
+from dpvision.config import AveragingSettings, OptimizerSettings, ScheduleSettings, required
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.privacy.schedules import Average, Schedule
 from dpvision.privacy.values import OrdinaryGrad, PrivateGrad, groups_by_size
@@ -192,7 +192,9 @@ class Optimizer:
             raise ArgumentError("the model has no trainable parameter. Unfreeze at least one (requires_grad_(True)).")
         self._settings = settings
         self._schedule = Schedule(
-            schedule or ScheduleSettings(), base_rate=settings.learning_rate, total_steps=total_steps
+            schedule or ScheduleSettings(),
+            base_rate=required(settings.learning_rate, "learning_rate"),
+            total_steps=total_steps,
         )
         self._average = Average(averaging or AveragingSettings(), self._parameters)
         sizes = {name: value.numel() for name, value in self._parameters.items()}
@@ -353,7 +355,7 @@ class Optimizer:
 def _torch_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Make torch's optimizer with ``foreach=False``: plain loops, whose order of operations is the documented one."""
     common: dict[str, Any] = {
-        "lr": settings.learning_rate,
+        "lr": required(settings.learning_rate, "learning_rate"),
         "weight_decay": settings.effective_weight_decay,
         "foreach": False,
     }

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dpvision.config import (
     AveragingSettings,
+    ModelConfig,
     OptimizerSettings,
     PrivacyConfig,
     RunConfig,
@@ -23,17 +24,29 @@ from dpvision.data import dataset_names
 from dpvision.errors import PrivacyError
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import RunFolder
-from dpvision.training.defaults import Choice, Facts, propose_mask_model, propose_model, two_digits
+from dpvision.training.defaults import DEFAULT_IMAGE_SIZE, Choice, Facts, propose_mask_model, two_digits
 
 if TYPE_CHECKING:
     from dpvision.training.trainer import Session
 
+SMALL_DATA: Final = 20_000
 BASELINE: Final = "baseline"
 NEVER_PUBLISH: Final = "trained without privacy on private images: not for release"
 _FEATURE_MODELS: Final = frozenset({"linear", "scatter_linear"})
 _BATCH, _MASK_BATCH = 256, 16
 _EPOCHS, _NETWORK_EPOCHS, _MASK_EPOCHS = 40, 20, 30
 _FEWEST_STEPS, _MOST_STEPS = 300, 5000
+
+
+def _model(num_units: int, facts: Facts) -> ModelConfig:
+    """Few units: a linear layer on fixed wavelet features. Many small grey ones: a tanh CNN. Else a ScaleResNet-9."""
+    channels, height, width = facts.image_shape
+    few = num_units < SMALL_DATA
+    if few and height % 4 == 0 and width % 4 == 0 and min(height, width) >= 8:
+        return ModelConfig(name="scatter_linear")
+    if few or (channels == 1 and height <= DEFAULT_IMAGE_SIZE):
+        return ModelConfig(name="shoefit_cnn", options={"activation": "tanh"})
+    return ModelConfig(name="scaleresnet9")
 
 
 def fill_without_privacy(config: RunConfig, facts: Facts) -> tuple[RunConfig, tuple[Choice, ...]]:
@@ -53,7 +66,7 @@ def fill_without_privacy(config: RunConfig, facts: Facts) -> tuple[RunConfig, tu
         return config, ()
     privacy, masks = config.privacy, config.task == "segmentation"
     num_units = privacy.num_units or two_digits(facts.num_units)
-    model = config.model or (propose_mask_model() if masks else propose_model(num_units, facts))
+    model = config.model or (propose_mask_model() if masks else _model(num_units, facts))
     on_features = model.name in _FEATURE_MODELS or (config.transfer is not None and config.transfer.trained == "head")
     chosen: list[Choice] = []
     batch = privacy.expected_batch_size

@@ -3,7 +3,13 @@
 They are decided from public facts only: declared sizes, never pixels or labels. The number of units is declared,
 published, or counted with noise before these rules see it.
 
-docs/evidence/rules-of-thumb.md gives the reason for each.
+Linear heads on frozen features are the default for most data, and their rules are derived. With features of length √D,
+batch B, T steps, noise multiplier σ, clip norm C and rate η, logits move by at most τ = η·C·√D·T, and the noise that
+all steps together put on one of them is τ/S, where S = B·√T/σ is the *signal* of the plan. The rate follows from τ
+(``training_time``): small enough that the noise on a logit is at most κ (``logit_noise``). How strongly features are
+decorrelated follows from S too (``whitening_ridge``). The constants were fitted on public datasets
+(docs/decisions/0011-defaults-for-own-images.md); docs/evidence/rules-of-thumb.md gives the reason for each rule,
+docs/evidence/defaults.md what the rules reach on data that were kept out of the fit.
 """
 
 from __future__ import annotations
@@ -12,17 +18,36 @@ import math
 from dataclasses import dataclass
 from typing import final
 
-from dpvision.accounting import propose_delta
-from dpvision.config import AveragingSettings, ModelConfig, OptimizerSettings, RunConfig
+from dpvision.accounting import propose_delta, steps_for_epochs
+from dpvision.config import LARGEST, AveragingSettings, ModelConfig, OptimizerSettings, RunConfig
 from dpvision.errors import ArgumentError
 from dpvision.models import catalogue, entry
 from dpvision.own_code import is_own
 
-SMALL_DATA = 20_000
 SMALL_MODELS = frozenset({"shoefit_cnn", "linear", "scatter_linear"})
 DEFAULT_IMAGE_SIZE = 32
 DEFAULT_MASK_SIZE = 128
+PRETRAINED_IMAGE_SIZE = 224
 MASK_WIDTH, MASK_PASSES = 8, 10
+MOST_PROPOSED_STEPS = 10_000
+HEAD_STEPS = 60
+"""Steps of a linear head. Every unit is in every step, so the noise on the weights does not depend on their number."""
+HEAD_POOL, FULL_RESOLUTION = 4, 10_000.0
+"""Regions along a side; from this signal on, features keep their resolution."""
+HEAD_CLIP, PRETRAINED_CLIP = 0.7, 0.5
+"""Clip norm over √D: about the length of a gradient at the start, so that clipping does not hide unequal classes."""
+NOISE_OF_TWO_CLASSES, MOST_LOGIT_NOISE = 0.025, 0.9
+TIME_PER_CLASS, PRETRAINED_TIME_PER_CLASS = 10.0, 4.0
+"""Least rate times steps, in units of one clipped gradient on a row of length one: below, unequal classes decide."""
+RIDGE_AT, LEAST_RIDGE, MOST_RIDGE = 1000.0, 0.3, 10.0
+PUBLIC_TIME = 60.0
+"""Rate times steps for each class, over the squared length of a row, without privacy."""
+PRETRAINED_FEATURES = {"efficientnet_lite0": 1280}
+USUAL_RATES = {"sgd": 1.0, "nadam": 1e-3, "adam": 1e-3, "adamw": 1e-3, "rmsprop": 1e-3}
+"""Rates of update rules that are not the default's, where none is given."""
+USUAL_EPSILON = 8.0
+"""Stands for the target where only a noise multiplier is given."""
+_PATHS = 81
 
 
 @final
@@ -54,7 +79,7 @@ class Choice:
 
 
 def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tuple[Choice, ...]]:
-    """Fill in every open setting but the noise multiplier.
+    """Fill in every open setting but the noise multiplier. What is given stays, and changes nothing else.
 
     Args:
         config: the configuration, with units named and counted.
@@ -82,39 +107,74 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
         # A number that was counted with noise may be far too small: delta goes by how many there could be.
         most = num_units + math.ceil(3 * (privacy.count_noise_multiplier or 0.0))
         choose("delta", propose_delta(most), "a power of ten clearly below 1 / num_units")
+    delta = privacy.delta or propose_delta(num_units)
     masks = config.task == "segmentation"
-    model = config.model or (propose_mask_model() if masks else propose_model(num_units, facts))
+    budget = full_signal(num_units, epsilon=privacy.target_epsilon or USUAL_EPSILON, delta=delta)
+    model = config.model or (propose_mask_model() if masks else propose_model(facts, signal=budget))
     require_fitting_model(model, masks=masks)
-    small = model.name in SMALL_MODELS
+    model = fit_model(model, facts)
+    head = head_features(model, facts, config)
+    small = head is not None or model.name in SMALL_MODELS
     batch = privacy.expected_batch_size
-    if batch is None:
+    if batch is None and head is not None:
+        batch = float(num_units)
+        choose("expected_batch_size", batch, "every unit in every step: the least noise for a linear head")
+    elif batch is None:
         batch = float(propose_mask_batch(num_units) if masks else propose_batch(num_units, small=small))
         choose("expected_batch_size", batch, "large batches win at a fixed epsilon")
-    if privacy.steps is None:
-        passes = MASK_PASSES if masks else 20 if model.name.startswith("scatter") else 40
-        steps = propose_steps(num_units, batch, privacy.target_epsilon or 8.0, passes=passes)
-        choose("steps", steps, f"{steps * batch / num_units:.0f} passes; fewer when epsilon is small")
-    if privacy.clip_norm is None and privacy.enabled:
-        choose("clip_norm", 1.0 if masks else 0.5 if small else 1.5, "the value that works for this family of models")
-    optimizer = config.optimizer or propose_optimizer(model.name)
-    if config.optimizer is None:
-        text = f"{optimizer.name}, learning rate {optimizer.learning_rate:g}"
-        reason = "usual; not tuned for your model" if is_own(model.name) else "tuned for this family on public data"
-        choices.append(Choice("optimizer", text, reason))
+    steps = privacy.steps
+    if steps is None and privacy.epochs is not None:
+        steps = min(
+            steps_for_epochs(privacy.epochs, num_units=num_units, expected_batch_size=batch), _most_steps(config)
+        )
+        updates["epochs"] = None
+        choose("steps", steps, f"{privacy.epochs:g} passes over {num_units} units")
+    elif steps is None:
+        passes = MASK_PASSES if masks else 40
+        epsilon = privacy.target_epsilon or USUAL_EPSILON
+        usual = HEAD_STEPS if head is not None else propose_steps(num_units, batch, epsilon, passes=passes)
+        steps = usual
+        choose("steps", steps, f"{steps * batch / num_units:.0f} passes")
+    clip_norm = privacy.clip_norm
+    if clip_norm is None and privacy.enabled:
+        usual_clip = 1.0 if masks else 0.5 if small else 1.5
+        clip_norm = usual_clip if head is None else head_clip_norm(head, pretrained=config.transfer is not None)
+        reason = "the value that works for this family of models"
+        choose("clip_norm", clip_norm, reason if head is None else f"about the length of a gradient on {head} features")
     if config.model is None:
-        few = small or masks
-        choices.insert(0, Choice("model", model.name, "few parameters suit few units" if few else "enough units"))
+        reason = "enough units" if not (small or masks) else "few parameters suit few units"
+        text = model.name + "".join(
+            f", {name} {value}" for name, value in model.options.items() if name != "image_size"
+        )
+        choices.insert(0, Choice("model", text, reason))
+    plan = HeadPlan(
+        features=head or 1,
+        classes=facts.num_classes,
+        batch=batch,
+        steps=steps,
+        clip_norm=clip_norm or 1.0,
+        delta=delta,
+        pretrained=config.transfer is not None,
+    )
+    proposed = propose_optimizer(model.name) if head is None else _head_optimizer(config, plan, num_units)
+    optimizer = merge_optimizer(config.optimizer, proposed)
+    if optimizer != config.optimizer:
+        text = f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, momentum {optimizer.momentum:g}"
+        reason = "usual; not tuned for your model" if is_own(model.name) else "tuned for this family on public data"
+        choices.append(
+            Choice("optimizer", text, reason if head is None else "from the plan: bounds the noise on logits")
+        )
     loss = config.loss or ("dice_cross_entropy" if masks else "cross_entropy")
     if config.loss is None and masks:
         choices.append(Choice("loss", loss, "Dice sees small organs, cross-entropy has a gradient everywhere"))
-    averaging = config.averaging
-    if config.optimizer is None and averaging.kind == "none":
-        averaging = AveragingSettings(kind="ema", decay=0.95)
-        choices.append(Choice("averaging", "ema, decay 0.95", "averages noise away and costs no epsilon"))
+    averaging = merge_averaging(config.averaging, head=head is not None)
+    if averaging != config.averaging:
+        text = averaging.kind + (f", decay {averaging.decay:g}" if averaging.kind == "ema" else "")
+        choices.append(Choice("averaging", text, "averages noise away and costs no epsilon"))
     filled = config.model_copy(
         update={
             "privacy": privacy.model_copy(update=updates),
-            "model": fit_model(model, facts),
+            "model": model,
             "optimizer": optimizer,
             "averaging": averaging,
             "loss": loss,
@@ -123,21 +183,174 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
     return filled, tuple(choices)
 
 
+# ---- Overrides: what is given stays, the rest is the default's
+
+
+def merge_optimizer(given: OptimizerSettings | None, proposed: OptimizerSettings) -> OptimizerSettings:
+    """Join given settings with the default's: a rate alone changes the rate alone.
+
+    A rule other than the default's brings torch's own defaults and its usual rate. So does a setting that the default's
+    rule does not have, such as a momentum for nadam: it means a rule that has it. Nothing is refused here, as which
+    rule is the default may depend on a noisy count.
+    """
+    if given is None:
+        return proposed
+    fields = {name: getattr(given, name) for name in given.model_fields_set if getattr(given, name) is not None}
+    name = fields.get("name", proposed.name)
+    if "name" not in fields and not given.fits(name):
+        name = next(each for each in USUAL_RATES if given.fits(each))
+    base = proposed.model_dump(exclude_unset=True) if name == proposed.name else {"learning_rate": USUAL_RATES[name]}
+    return OptimizerSettings.model_validate({**base, **fields, "name": name})
+
+
+def merge_averaging(given: AveragingSettings, *, head: bool) -> AveragingSettings:
+    """Return the given average, or the default's: none for a linear head, whose weights forget nothing."""
+    if given.model_fields_set or head:
+        return given
+    return AveragingSettings(kind="ema", decay=0.95)
+
+
+def _most_steps(config: RunConfig) -> int:
+    """A limit where units are counted: what a plan may cost must have known limits whatever the count is."""
+    return MOST_PROPOSED_STEPS if config.privacy.count_noise_multiplier is not None else 10**9
+
+
+# ---- Linear heads
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class HeadPlan:
+    """What the rate of a linear head follows from."""
+
+    features: int
+    classes: int
+    batch: float
+    steps: int
+    clip_norm: float
+    delta: float
+    pretrained: bool = False
+
+
+def full_signal(num_units: int, *, epsilon: float, delta: float) -> float:
+    """The signal of a plan in which every unit is in every step: units over the noise of one release at the target.
+
+    Both directions of adding and removing a unit give the same value for a Gaussian release, so this is num_units · μ
+    for the μ-Gaussian-DP curve through (epsilon, delta). An approximation of what the accountant allows, from public
+    numbers; it decides defaults, and no guarantee.
+    """
+    return num_units * gaussian_mu(epsilon, delta)
+
+
+def gaussian_mu(epsilon: float, delta: float) -> float:
+    """The μ of Gaussian DP that has this epsilon at this delta, by bisection (Dong, Roth, Su 2022, corollary 2.13)."""
+    low, high = 0.0, 1.0
+
+    def spent(mu: float) -> float:
+        first = math.erfc((epsilon / mu - mu / 2) / math.sqrt(2)) / 2
+        tail = math.erfc((epsilon / mu + mu / 2) / math.sqrt(2)) / 2
+        return first - (math.exp(epsilon + math.log(tail)) if tail > 0 else 0.0)
+
+    while high < 1e6 and spent(high) < delta:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if spent(middle) < delta else (low, middle)
+    return low or 1e-6
+
+
+def plan_signal(num_units: int, *, batch: float, steps: int, noise_multiplier: float) -> float:
+    """The signal of a plan: ``batch · √steps / noise_multiplier``, at most what the whole data give.
+
+    One unit's clipped gradients over all steps, times the number of units, over the noise of the sum of all steps.
+    """
+    return min(batch, float(num_units)) * math.sqrt(steps) / noise_multiplier
+
+
+def estimated_noise(num_units: int, *, batch: float, steps: int, mu: float) -> float:
+    """The noise multiplier that spends μ-Gaussian DP in a plan, by the central limit theorem (Bu et al. 2020)."""
+    rate = min(1.0, batch / num_units)
+    if rate >= 1:
+        return math.sqrt(steps) / mu
+    return 1 / math.sqrt(math.log1p(mu**2 / (rate**2 * steps)))
+
+
+def logit_noise(classes: int) -> float:
+    """κ: the noise on a logit that a plan may spend, for a strong signal.
+
+    A class has a K-th of the units, so that its logit needs K times the rate to grow as large, and more classes need
+    finer differences; above 0.9 the noise itself decides between classes.
+    """
+    return min(NOISE_OF_TWO_CLASSES * (max(2, classes) / 2) ** 2, MOST_LOGIT_NOISE)
+
+
+def training_time(classes: int, *, signal: float, pretrained: bool = False) -> float:
+    """τ: rate times steps, in units of one clipped gradient on a row of length one.
+
+    What ``logit_noise`` allows, and at least so much that the mean of all images, which says nothing about classes, has
+    been learned. Pretrained features separate classes sooner.
+    """
+    least = max(2, classes) * (PRETRAINED_TIME_PER_CLASS if pretrained else TIME_PER_CLASS)
+    return min(max(least, logit_noise(classes) * signal), MOST_LOGIT_NOISE * signal)
+
+
+def whitening_ridge(signal: float) -> float:
+    """How strongly paths are decorrelated: fully where the signal is strong, hardly where rare paths are noise."""
+    return float(f"{min(MOST_RIDGE, max(LEAST_RIDGE, RIDGE_AT / signal)):.2g}")
+
+
+def head_features(model: ModelConfig, facts: Facts, config: RunConfig) -> int | None:
+    """The number of features under a linear head whose backbone is frozen; None for every other model."""
+    channels, height, width = facts.image_shape
+    if config.transfer is not None:
+        return PRETRAINED_FEATURES.get(model.name) if config.transfer.trained == "head" else None
+    if model.name == "scatter_linear" and not model.options.get("fine"):
+        pool = model.options.get("pool") if model.options.get("standardise") == "whitened" else None
+        regions = int(pool) ** 2 if pool else (height // 4) * (width // 4)
+        return channels * _PATHS * regions
+    return None
+
+
+def head_clip_norm(features: int, *, pretrained: bool = False) -> float:
+    """The clip norm of a linear head on rows of length √features, to two digits."""
+    return float(f"{(PRETRAINED_CLIP if pretrained else HEAD_CLIP) * math.sqrt(features):.2g}")
+
+
+def head_rate(plan: HeadPlan, *, signal: float) -> float:
+    """The rate of a linear head: ``training_time`` / (C·√D·T), to two digits."""
+    time = training_time(plan.classes, signal=signal, pretrained=plan.pretrained)
+    return float(f"{time / (plan.clip_norm * math.sqrt(plan.features) * plan.steps):.2g}")
+
+
+def _head_optimizer(config: RunConfig, plan: HeadPlan, num_units: int) -> OptimizerSettings:
+    """Plain SGD: neither momentum nor averages change what noise does to a linear head."""
+    privacy = config.privacy
+    if not privacy.enabled:
+        rate = float(f"{PUBLIC_TIME * plan.classes / (plan.steps * plan.features):.2g}")
+        return OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.0)
+    noise = privacy.noise_multiplier
+    if noise is None:
+        mu = gaussian_mu(privacy.target_epsilon or USUAL_EPSILON, plan.delta)
+        noise = estimated_noise(num_units, batch=plan.batch, steps=plan.steps, mu=mu)
+    signal = plan_signal(num_units, batch=plan.batch, steps=plan.steps, noise_multiplier=noise)
+    rate = min(LARGEST, max(1e-6, head_rate(plan, signal=signal)))
+    return OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.0)
+
+
 def two_digits(count: int) -> int:
     """Round to two significant digits."""
     power = 10 ** max(0, len(str(count)) - 2)
     return max(1, round(count / power) * power)
 
 
-def propose_model(num_units: int, facts: Facts) -> ModelConfig:
-    """Few units: a linear layer on fixed wavelet features. Many small grey ones: a tanh CNN. Else a ScaleResNet-9."""
-    channels, height, width = facts.image_shape
-    few = num_units < SMALL_DATA
-    if few and height % 4 == 0 and width % 4 == 0 and min(height, width) >= 8:
-        return ModelConfig(name="scatter_linear")
-    if few or (channels == 1 and height <= DEFAULT_IMAGE_SIZE):
-        return ModelConfig(name="shoefit_cnn", options={"activation": "tanh"})
-    return ModelConfig(name="scaleresnet9")
+def propose_model(facts: Facts, *, signal: float) -> ModelConfig:
+    """A linear layer on fixed wavelet features, as strongly decorrelated as the signal allows; else a tanh CNN."""
+    _, height, width = facts.image_shape
+    if height % 4 == 0 and width % 4 == 0 and min(height, width) >= 8:
+        pool = 0 if signal >= FULL_RESOLUTION else min(HEAD_POOL, height // 4, width // 4)
+        options = {"standardise": "whitened", "pool": pool, "ridge": whitening_ridge(signal)}
+        return ModelConfig(name="scatter_linear", options=options)
+    return ModelConfig(name="shoefit_cnn", options={"activation": "tanh"})
 
 
 def propose_mask_model() -> ModelConfig:
@@ -185,7 +398,7 @@ def propose_optimizer(model: str) -> OptimizerSettings:
     if not is_own(model) and entry(model).family == "segmentation":
         return OptimizerSettings(name="nadam", learning_rate=2e-3)
     if model.startswith("scatter"):
-        return OptimizerSettings(name="sgd", learning_rate=2.0, momentum=0.7)
+        return OptimizerSettings(name="sgd", learning_rate=0.5, momentum=0.7)
     if model in SMALL_MODELS:
         return OptimizerSettings(name="sgd", learning_rate=4.0, momentum=0.7)
     return OptimizerSettings(name="nadam", learning_rate=1e-3)

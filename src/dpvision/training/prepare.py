@@ -6,14 +6,14 @@ What is decided from what, in the order of ``prepare``:
 decision                             decided from                                        charged
 ===================================  ==================================================  ====================
 pretrained weights                   configuration; what is installed; an array's size   no
-image size, initial weights          configuration, public files                         no
+image shape, initial weights         configuration, public files                         no
 both splits                          reads the private images; they stay in memory       no
 name of the unit, rows per unit,     configuration; whether owners of rows are known     no
 kind of normalisation, head
 refusals of a plan                   configuration                                       no
 number of units                      the private data, with Gaussian noise, or declared  ``count_charges``
 delta, model, batch, steps, ...      that number; classes and image shape                no
-noise multiplier                     all of the above                                    no
+noise multiplier, forecast           all of the above                                    no
 ===================================  ==================================================  ====================
 
 Nothing is written here. ``start_run`` charges the count together with the first line of the ledger, before any file
@@ -29,10 +29,11 @@ from typing import Literal, final
 
 from dpvision.accounting import Charges, calibrate_noise_multiplier, mechanism_guarantee, propose_delta
 from dpvision.accounting.charges import SMALLEST_RATE
-from dpvision.config import ModelConfig, OptimizerSettings, RunConfig, parse_config, required
+from dpvision.config import ModelConfig, RunConfig, parse_config, required
 from dpvision.data import ImageStore, dataset_names
 from dpvision.data.splits import RunSplits, load_splits
 from dpvision.errors import ArgumentError, PrivacyError, brief
+from dpvision.models import entry
 from dpvision.own_code import Kind, RunCode, code_of, is_own, named_again, place_of
 from dpvision.privacy.mechanism import COUNTED_UNITS, CountedUnits, Event, rounded_up
 from dpvision.privacy.noise import noisy_count
@@ -43,34 +44,37 @@ from dpvision.training.baseline import fill_without_privacy
 from dpvision.training.defaults import (
     DEFAULT_IMAGE_SIZE,
     DEFAULT_MASK_SIZE,
+    MOST_PROPOSED_STEPS,
+    PRETRAINED_IMAGE_SIZE,
     Choice,
     Facts,
     fill_open_settings,
+    head_features,
     require_fitting_model,
     two_digits,
 )
+from dpvision.training.forecast import Forecast, forecast
 from dpvision.training.initial_weights import resolve_initial_weights
 from dpvision.training.pretrained import KNOWN_WEIGHTS, choose_pretrained, pretrained_note
 
 SLICES_PER_PATIENT = 4
-HEAD_CLIP_NORM, HEAD_RATE = 0.1, 4.0
 COUNT_NOISE = 45.0
 """Noise of the count at a target epsilon of one: it raises the noise on the gradients by about 0.3 %."""
 USUAL_TARGET = 3.0
 MOST_COUNTED = 10**8
 """A count is cut off here, so that what follows from it has known limits. More images do not fit into memory."""
-MOST_PROPOSED_STEPS = 10_000
 
 
 @final
 @dataclass(frozen=True)
 class Prepared:
-    """A resolved configuration, its data, the settings that were chosen, and notes for the terminal."""
+    """A resolved configuration, its data, the settings that were chosen, notes for the terminal, and a forecast."""
 
     config: RunConfig
     splits: RunSplits
     choices: tuple[Choice, ...]
     notes: tuple[str, ...]
+    forecast: Forecast | None = None
 
 
 def prepare(config: RunConfig, keys: Keys, data: object | None = None) -> Prepared:
@@ -90,10 +94,10 @@ def prepare(config: RunConfig, keys: Keys, data: object | None = None) -> Prepar
     """
     if config.data.mean is not None or config.data.std is not None:
         raise ArgumentError("mean and std are written by the run itself: choose normalisation instead.")
-    asked = config
+    asked, model_was_open = config, config.model is None
     folder = Path(config.data.source).is_dir()
     config, of_weights = choose_pretrained(config, config.data.image_size) if folder else (config, ())
-    config, sized = choose_image_size(config)
+    config, sized = choose_image_shape(config, model_was_open=model_was_open)
     config, constants = resolve_initial_weights(config)
     splits = load_splits(config, keys, data)
     channels, *sides = splits.train.image_shape
@@ -104,7 +108,7 @@ def prepare(config: RunConfig, keys: Keys, data: object | None = None) -> Prepar
         # What the weights were trained with goes first.
         splits = replace(splits, published=constants.for_channels(channels))
     config = name_normalisation(name_units(config, splits.train), splits)
-    config, of_head = fill_for_head(config)
+    config = fit_pretrained_head(config, model_was_open=model_was_open)
     require_public_constants(config)
     if config.model is not None:
         require_fitting_model(config.model, masks=config.task == "segmentation")
@@ -122,9 +126,11 @@ def prepare(config: RunConfig, keys: Keys, data: object | None = None) -> Prepar
     config, chosen = fill_open_settings(config, facts)
     require_both_stages(config)
     config = parse_config((calibrate(config) if config.privacy.enabled else config).model_dump())
+    head = head_features(required(config.model, "model"), facts, config) is not None
+    expected = forecast(config, num_classes=train.num_classes, linear_head=head)
     hint = pretrained_note(asked, config.data.image_size or min(sides))
     found = (*notes(config, splits), *([] if hint is None else [hint]))
-    return Prepared(config, splits, (*of_weights, *sized, *of_head, *counted, *ordinary, *chosen), found)
+    return Prepared(config, splits, (*of_weights, *sized, *counted, *ordinary, *chosen), found, expected)
 
 
 def load_run_code(
@@ -202,17 +208,31 @@ def run_code_again(
     return config.model_copy(update=update), RunCode(own_model, own_loss)
 
 
-def choose_image_size(config: RunConfig) -> tuple[RunConfig, tuple[Choice, ...]]:
-    """Fill in the image size of a folder, whose images may have many sizes."""
-    data = config.data
-    if data.image_size is not None or data.source in dataset_names() or not Path(data.source).is_dir():
+def choose_image_shape(config: RunConfig, *, model_was_open: bool = True) -> tuple[RunConfig, tuple[Choice, ...]]:
+    """Fill in size and channels of the images of a folder, which may have many of both: no file decides on them.
+
+    Colour, because grey images stored in colour lose nothing by it in the default model; --channels 1 declares grey.
+    """
+    data, masks = config.data, config.task == "segmentation"
+    if data.source in dataset_names() or not Path(data.source).is_dir():
         return config, ()
-    weights = None if config.transfer is None else KNOWN_WEIGHTS.get(config.transfer.weights)
-    known = None if weights is None else weights.image_size
-    side = known or (DEFAULT_MASK_SIZE if config.task == "segmentation" else DEFAULT_IMAGE_SIZE)
-    reason = "what the pretrained weights work on" if known else "small images train fast; raise it for detail"
-    choice = Choice("image_size", str(side), reason)
-    return _updated(config, "data", {"image_size": side}), (choice,)
+    chosen: dict[str, object] = {}
+    reasons: list[str] = []
+    if data.image_size is None:
+        side, reason = (
+            DEFAULT_MASK_SIZE if masks else DEFAULT_IMAGE_SIZE,
+            "small images train fast; raise it for detail",
+        )
+        if config.transfer is not None and config.transfer.weights in KNOWN_WEIGHTS and model_was_open:
+            side, reason = PRETRAINED_IMAGE_SIZE, "pretrained weights read detail"
+        chosen["image_size"] = side
+        reasons.append(reason)
+    if data.channels is None and not masks:
+        chosen["channels"] = 3
+        reasons.append("colour; for grey images give --channels 1")
+    shown = zip(chosen.items(), reasons, strict=True)
+    choices = tuple(Choice(name, str(value), reason) for (name, value), reason in shown)
+    return _updated(config, "data", chosen), choices
 
 
 def name_units(config: RunConfig, store: ImageStore) -> RunConfig:
@@ -256,19 +276,20 @@ def name_normalisation(config: RunConfig, splits: RunSplits) -> RunConfig:
     return _updated(config, "data", {"normalisation": wanted})
 
 
-def fill_for_head(config: RunConfig) -> tuple[RunConfig, tuple[Choice, ...]]:
-    """Fill in what suits a linear head on frozen features: a small clip norm, momentum, a large learning rate."""
-    if config.transfer is None or config.transfer.trained != "head" or not config.privacy.enabled:
-        return config, ()
-    choices: list[Choice] = []
-    if config.privacy.clip_norm is None:
-        config = _updated(config, "privacy", {"clip_norm": HEAD_CLIP_NORM})
-        choices.append(Choice("clip_norm", f"{HEAD_CLIP_NORM:g}", "small, with a large rate, for a head alone"))
-    if config.optimizer is None:
-        optimizer = OptimizerSettings(name="sgd", learning_rate=HEAD_RATE, momentum=0.9)
-        config = config.model_copy(update={"optimizer": optimizer})
-        choices.append(Choice("optimizer", f"sgd, learning rate {HEAD_RATE:g}, momentum 0.9", "for a head alone"))
-    return config, tuple(choices)
+def fit_pretrained_head(config: RunConfig, *, model_was_open: bool) -> RunConfig:
+    """Let a head that is trained alone start at zero, and its backbone see detail, unless the user chose otherwise.
+
+    Drawn weights would put noise on every logit that a short private training does not remove.
+    """
+    model = config.model
+    alone = config.transfer is not None and config.transfer.trained == "head" and config.optimizer is None
+    if not alone or not model_was_open or model is None or is_own(model.name):
+        return config
+    known = entry(model.name).options
+    options = dict(model.options)
+    options |= {"zero_head": True} if "zero_head" in known else {}
+    options |= {"resize_to": PRETRAINED_IMAGE_SIZE} if "resize_to" in options else {}
+    return config.model_copy(update={"model": model.model_copy(update={"options": options})})
 
 
 def require_public_constants(config: RunConfig) -> None:

@@ -64,6 +64,7 @@ def train(
     loss: object | None = None,
     data: object | None = None,
     baseline: bool = False,
+    anyway: bool = True,
 ) -> RunResult:
     """Train a model and write its release.
 
@@ -85,13 +86,14 @@ def train(
             ``classes`` of the Dataset.
         baseline: train a non-private baseline on the same images first. Its result is in the release only where the
             images are public; otherwise it stays in the run's private folder.
+        anyway: train although the forecast calls the plan hopeless.
 
     Returns:
         The outcome, the certificate and the metrics.
 
     Raises:
         ArgumentError: the configuration or the user's own code is impossible, or the plan would spend more than its
-            target epsilon. Nothing is written then.
+            target epsilon, or it is hopeless and ``anyway`` is not set. Nothing is written then, but a charged count.
         PrivacyError: the model mixes units.
         DataError: the data can't be read.
 
@@ -102,7 +104,9 @@ def train(
     if baseline and not config.privacy.enabled:
         raise ArgumentError("baseline is for a private run: with --no-privacy the run is itself without privacy.")
     config, code = load_run_code(config, model=model, loss=loss)
-    session, prepared = start_run(config, Path(run), seed=seed, device=device, callback=callback, code=code, data=data)
+    session, prepared = start_run(
+        config, Path(run), seed=seed, device=device, callback=callback, code=code, data=data, anyway=anyway
+    )
     if baseline:
         train_baseline(session, config, callback=callback, code=code, data=data)
     return run_to_release(session, callback, choices=prepared.choices, notes=prepared.notes)
@@ -157,6 +161,7 @@ def start_run(
     code: RunCode = NO_CODE,
     data: object | None = None,
     holdout: Keys | None = None,
+    anyway: bool = True,
 ) -> tuple[Session, Prepared]:
     """Make a new run in the order above. Nothing is written before data, plan and model have been checked.
 
@@ -167,6 +172,10 @@ def start_run(
     run_id = keys.derive("run")[:8].hex()
     prepared = prepare(config, holdout or holdout_keys(keys, run_id), data)
     config, splits = prepared.config, prepared.splits
+    if prepared.forecast is not None:
+        if prepared.forecast.hopeless and not anyway:
+            refuse_hopeless(prepared, path, keys, run_id)
+        (callback or RunCallback()).message(prepared.forecast.text)
 
     model, stages = model_and_stages(config, splits, device, code)
     if config.privacy.enabled:
@@ -212,6 +221,26 @@ def start_run(
     )
     session.save_checkpoint()
     return session, prepared
+
+
+def refuse_hopeless(prepared: Prepared, path: Path, keys: Keys, run_id: str) -> None:
+    """Refuse a plan that the forecast calls hopeless.
+
+    Guarantee: with a declared number of units nothing is written, and the refusal follows from declared facts. With a
+    counted one the refusal shows something of the noisy count, so the count is charged in a ledger first.
+
+    Raises:
+        ArgumentError: always.
+    """
+    config, found = prepared.config, required(prepared.forecast, "forecast")
+    text = f"{found.text}. Nothing was trained; give --anyway to train all the same."
+    counted = [event for event, _ in count_charges(config)]
+    if counted:
+        with RunFolder.create(path) as folder:
+            header = ledger_header(config, run_id, hand_seeded=keys.hand_seeded)
+            Ledger.create(folder.ledger_path, header, charges=counted)
+        text += f" The noisy count of the units is charged in {path}; declare num_units to avoid it."
+    raise ArgumentError(text)
 
 
 def with_features(binding: Binding, features: SplitFeatures | None) -> Binding:
