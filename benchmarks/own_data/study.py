@@ -118,13 +118,13 @@ def measure(cell: Cell, *, grid: bool, baseline: bool) -> dict[str, Any]:
         "test_rows": len(whole.test_y),
     }
     if grid:
-        row |= best_of_grid(cell, head, whole)
+        row |= best_of_grid(cell, whole)
     if baseline:
         row["baseline"] = round(regression(whole.first(cell.num_units, seed=SEEDS[0])), 2)
     return row | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def best_of_grid(cell: Cell, default: Head, whole: HeadData) -> dict[str, Any]:
+def best_of_grid(cell: Cell, whole: HeadData) -> dict[str, Any]:
     """Try every point once, then the best one on fresh seeds."""
     best: tuple[float, tuple[Any, ...]] = (-1.0, ())
     kinds: Sequence[Any] = (None,) if cell.pretrained else FEATURES
