@@ -97,3 +97,12 @@ mixes("written through an expanded view by a mask", INPLACE, _shared(lambda v, x
 mixes("added through an expanded view", INPLACE, _shared(lambda v, x: v.add_(x)))
 mixes("scattered through an expanded view", INPLACE, _shared(lambda v, x: v.scatter_(1, (x > 0).long(), x)))
 mixes("drawn through an expanded view", INPLACE, _shared(lambda v, x: v.bernoulli_(x.sigmoid())), random=True)
+
+# -------------------------------------------------------------------------------- random numbers, as many as rows like
+
+mixes(
+    "random slopes for negative entries",
+    "as many draws as a row has negative entries: the rows behind it get others",
+    lambda x: F.rrelu(x, 0.1, 0.9, training=True),
+    random=True,
+)

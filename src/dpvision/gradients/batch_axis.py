@@ -368,16 +368,17 @@ def _kept(call: Call, dims: set[int], name: str = "self") -> State:
 
 
 @rule(
-    "contiguous detach alias clone lift_fresh lift_fresh_copy lift dropout alpha_dropout bernoulli hardswish "
-    "hardtanh hardsigmoid hardshrink softshrink mish gelu silu log_sigmoid rrelu softplus square absolute "
+    "contiguous detach alias clone lift_fresh_copy lift dropout alpha_dropout bernoulli hardswish "
+    "hardtanh hardsigmoid hardshrink softshrink mish gelu silu log_sigmoid softplus square absolute "
     "negative subtract multiply divide floor_divide float_power true_divide isclose where masked_fill "
-    "logical_not logical_and logical_or logical_xor tanhshrink clamp clamp_min clamp_max clip greater less "
-    "greater_equal less_equal not_equal sigmoid special_expit expit special_xlogy xlogy threshold leaky_relu "
+    "logical_not logical_and logical_or logical_xor clamp clamp_min clamp_max clip greater less "
+    "greater_equal less_equal not_equal sigmoid special_expit special_xlogy xlogy threshold leaky_relu "
     "relu relu6 elu selu celu addcmul addcdiv lerp __and__ __or__ __xor__ rsub pow",
 )
 def elementwise(call: Call) -> State:
     """Follow an operation on single entries: all arguments with rows must have them in the same entries."""
-    rank, found = len(call.shape), set[State]()
+    found = set[State]()
+    rank = call.value[0].dim() if isinstance(call.value, (tuple, list)) else len(call.shape)
     for argument in call.tensors():
         state = call.state_of(argument)
         if isinstance(state, Rows):
@@ -388,7 +389,15 @@ def elementwise(call: Call) -> State:
             raise MixesRows("computes with the number of rows")
     if len(found) > 1:
         raise MixesRows("combines rows of one argument with other rows of another")
-    return next(iter(found), FREE)
+    return _for_each_result(call, next(iter(found), FREE))
+
+
+@rule("rrelu")
+def random_slope(call: Call) -> State:
+    """Follow a leaky activation whose slope is not random: where it is, each row decides how many numbers it draws."""
+    if call["training"]:
+        raise MixesRows("draws more random numbers for some rows than for others")
+    return elementwise(call)
 
 
 @rule("uniform normal random exponential log_normal geometric cauchy fill zero copy bernoulli")
@@ -781,7 +790,7 @@ def instance_norm(call: Call) -> State:
     return _first_axis(call, "input", None, "weight", "bias", "running_mean", "running_var")
 
 
-@rule("batch_norm cudnn_batch_norm native_batch_norm")
+@rule("batch_norm")
 def batch_norm(call: Call) -> State:
     """Follow a batch norm with fixed statistics."""
     if call["training"] or call["running_mean"] is None or call["running_var"] is None:
@@ -813,7 +822,7 @@ _SPATIAL: Final = {
     "reflection_pad1d replication_pad1d max_pool1d_with_indices _upsample_nearest_exact1d",
     2: "max_pool2d avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d "
     "upsample_bicubic2d reflection_pad2d replication_pad2d max_pool2d_with_indices pixel_shuffle pixel_unshuffle "
-    "channel_shuffle native_channel_shuffle im2col _upsample_nearest_exact2d _upsample_bilinear2d_aa grid_sampler "
+    "channel_shuffle im2col _upsample_nearest_exact2d _upsample_bilinear2d_aa grid_sampler "
     "grid_sampler_2d _adaptive_avg_pool2d",
     3: "max_pool3d avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d upsample_nearest3d upsample_trilinear3d "
     "reflection_pad3d replication_pad3d max_pool3d_with_indices",
@@ -957,19 +966,16 @@ def attention(call: Call) -> State:
 # Indices
 
 
-@rule("gather take_along_dim scatter scatter_add scatter_reduce")
+@rule("gather scatter scatter_add scatter_reduce")
 def gather(call: Call) -> State:
     """Follow an index along one dimension, which each row has for itself."""
-    index = "indices" if "indices" in call.arguments else "index"
-    if call["dim"] is None or call.rank("self") != call.rank(index):
-        raise MixesRows("takes entries of all rows")
     state, dim = call.only_rows(), _dim(call["dim"], call.rank("self"))
     call.numbers_only("value")
     if state is None:
         return FREE
     if state.dim == dim:
         raise MixesRows("works across the rows")
-    if call.state("self") != state or call.state(index) != state:
+    if call.state("self") != state or call.state("index") != state:
         raise MixesRows("treats rows by their position")
     return state
 
