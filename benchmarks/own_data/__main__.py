@@ -37,7 +37,7 @@ def cells(part: str) -> Iterator[Cell]:
     named = "kept_out" if part == "pretrained" else part
     sources = [source.name for source in SOURCES if source.part == named]
     if part == "pretrained":
-        sources = [name for name in ("chest_xray", "sign_digits", "trashnet")]
+        sources = ["chest_xray", "sign_digits", "trashnet"]
     for place in range(3):
         for name in sources:
             for epsilon in EPSILONS:

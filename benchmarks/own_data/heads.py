@@ -71,9 +71,7 @@ def delta_for(num_units: int) -> float:
     return propose_delta(num_units)
 
 
-def simulate(
-    data: HeadData, heads: Sequence[Head], *, seeds: Sequence[int], points: int = 1
-) -> NDArray[np.float64]:
+def simulate(data: HeadData, heads: Sequence[Head], *, seeds: Sequence[int], points: int = 1) -> NDArray[np.float64]:
     """Train every head with every seed; heads must have the same number of steps and sample rate.
 
     Returns:
@@ -99,7 +97,9 @@ def simulate(
     reports = {round(steps * (index + 1) / points) for index in range(points)}
     found = []
     for step in range(steps):
-        rows = torch.arange(len(x)) if rate >= 1 else torch.rand(len(x), generator=generators[0]).lt(rate).nonzero()[:, 0]
+        rows = (
+            torch.arange(len(x)) if rate >= 1 else torch.rand(len(x), generator=generators[0]).lt(rate).nonzero()[:, 0]
+        )
         inputs, targets = x[rows], y[rows]
         residual = (inputs @ weights.flatten(1)).view(-1, runs, classes).softmax(-1) - targets[:, None]
         length = residual.norm(dim=-1) * norms[rows, None]

@@ -94,12 +94,13 @@ def whitened(source: str, *, pool: int, ridge: float) -> HeadData:
 
 
 def measure(cell: Cell, *, grid: bool, baseline: bool) -> dict[str, Any]:
-    """Run one cell: default (n = 3), best of the grid (n = 1 each, winner on fresh seeds, n = 3), baseline, majority."""
+    """Run one cell: default (n = 3), best of the grid (winner again on fresh seeds, n = 3), baseline, majority."""
     started = time.perf_counter()
     whole = default_features(cell)
     head = default_head(cell, width=whole.train_x.shape[1], classes=whole.num_classes)
     curves = np.concatenate(
-        [simulate(whole.first(cell.num_units, seed=seed), [head], seeds=[seed], points=POINTS) for seed in SEEDS], axis=1
+        [simulate(whole.first(cell.num_units, seed=seed), [head], seeds=[seed], points=POINTS) for seed in SEEDS],
+        axis=1,
     )[:, :, 0]
     majority = 100 * torch.bincount(whole.test_y).max().item() / len(whole.test_y)
     row: dict[str, Any] = {
@@ -117,38 +118,41 @@ def measure(cell: Cell, *, grid: bool, baseline: bool) -> dict[str, Any]:
         "test_rows": len(whole.test_y),
     }
     if grid:
-        row |= best_of_grid(cell, head, whole)
+        row |= best_of_grid(cell, whole)
     if baseline:
         row["baseline"] = round(regression(whole.first(cell.num_units, seed=SEEDS[0])), 2)
     return row | {"seconds": round(time.perf_counter() - started, 1)}
 
 
-def best_of_grid(cell: Cell, default: Head, whole: HeadData) -> dict[str, Any]:
+def best_of_grid(cell: Cell, whole: HeadData) -> dict[str, Any]:
     """Try every point once, then the best one on fresh seeds."""
     best: tuple[float, tuple[Any, ...]] = (-1.0, ())
     kinds: Sequence[Any] = (None,) if cell.pretrained else FEATURES
     for kind in kinds:
         data = whole if kind is None else whitened(cell.source, pool=kind[0], ridge=kind[1])
-        heads = list(_grid_heads(default, data, cell))
+        heads = list(_grid_heads(data, cell))
         found = simulate(data.first(cell.num_units, seed=SEEDS[0]), [head for _, head in heads], seeds=[SEEDS[0]])
         for (point, _), accuracy in zip(heads, found[-1][0], strict=True):
             best = max(best, (float(accuracy), (kind, *point)), key=lambda each: each[0])
     kind, rate, clip = best[1]
     data = whole if kind is None else whitened(cell.source, pool=kind[0], ridge=kind[1])
-    head = dict(_grid_heads(default, data, cell))[(rate, clip)]
+    head = dict(_grid_heads(data, cell))[(rate, clip)]
     again = [simulate(data.first(cell.num_units, seed=s), [head], seeds=[s])[-1][0][0] for s in FRESH]
     point = {"features": kind, "rate": rate, "clip": clip}
     return {"grid_best": [round(float(value), 2) for value in again], "grid_point": point}
 
 
-def _grid_heads(default: Head, data: HeadData, cell: Cell) -> Iterator[tuple[tuple[float, float], Head]]:
+def _grid_heads(data: HeadData, cell: Cell) -> Iterator[tuple[tuple[float, float], Head]]:
     """Heads of every rate and clip norm; the rate is relative to the one that puts the default's noise on a logit."""
     width = data.train_x.shape[1]
     own = default_head(cell, width=width, classes=data.num_classes)
     rates = RATES if not cell.pretrained else tuple(2.0**power for power in range(-15, 15))
     for rate, clip in itertools.product(rates, CLIPS):
         clip_norm = clip * math.sqrt(width)
-        yield (rate, clip), replace(own, clip_norm=clip_norm, learning_rate=own.learning_rate * own.clip_norm / clip_norm * rate)
+        yield (
+            (rate, clip),
+            replace(own, clip_norm=clip_norm, learning_rate=own.learning_rate * own.clip_norm / clip_norm * rate),
+        )
 
 
 def regression(data: HeadData) -> float:
@@ -156,7 +160,9 @@ def regression(data: HeadData) -> float:
     from sklearn.linear_model import LogisticRegressionCV
 
     scale = math.sqrt(data.train_x.shape[1])
-    model = LogisticRegressionCV(Cs=[1.0, 10.0, 100.0], cv=3, max_iter=200, l1_ratios=(0,), use_legacy_attributes=False, scoring="accuracy")
+    model = LogisticRegressionCV(
+        Cs=[1.0, 10.0, 100.0], cv=3, max_iter=200, l1_ratios=(0,), use_legacy_attributes=False, scoring="accuracy"
+    )
     model.fit(data.train_x.numpy() / scale, data.train_y.numpy())
     return 100 * float(model.score(data.test_x.numpy() / scale, data.test_y.numpy()))
 

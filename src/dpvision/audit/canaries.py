@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dpvision.accounting import Charges, guarantee
 from dpvision.audit.audited_runs import (
-    PLAIN_SGD,
+    PLAIN_RATE,
     Subject,
     session_on,
     synthetic_images,
@@ -165,7 +165,7 @@ def _white(subject: Subject, included: NDArray[np.bool_], keys: Keys, on_step: O
 
     with session_on(config, store, keys=keys, model=network.train()) as session:
         _train(session, read)
-        sums = np.diff(weights, axis=0) / (PLAIN_SGD.learning_rate / config.mechanism.divisor)
+        sums = np.diff(weights, axis=0) / (PLAIN_RATE / config.mechanism.divisor)
         return likelihood_scores(sums / config.mechanism.clip_norm, config.mechanism.step_event), _charges(session)
 
 

@@ -38,7 +38,9 @@ class TrainFlags:
     output: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME-1, -2 …")] = None
     anyway: Annotated[
         bool,
-        typer.Option("--anyway", help="Train although the forecast calls the plan hopeless.", rich_help_panel="Privacy"),
+        typer.Option(
+            "--anyway", help="Train although the forecast calls the plan hopeless.", rich_help_panel="Privacy"
+        ),
     ] = False
     quick: Annotated[bool, typer.Option("--quick", help="Smoke test of a recipe: two steps, synthetic images.")] = False
     json: Json = False

@@ -122,7 +122,9 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
         choose("expected_batch_size", batch, "large batches win at a fixed epsilon")
     steps = privacy.steps
     if steps is None and privacy.epochs is not None:
-        steps = min(steps_for_epochs(privacy.epochs, num_units=num_units, expected_batch_size=batch), _most_steps(config))
+        steps = min(
+            steps_for_epochs(privacy.epochs, num_units=num_units, expected_batch_size=batch), _most_steps(config)
+        )
         updates["epochs"] = None
         choose("steps", steps, f"{privacy.epochs:g} passes over {num_units} units")
     elif steps is None:
@@ -139,7 +141,9 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
         choose("clip_norm", clip_norm, reason if head is None else f"about the length of a gradient on {head} features")
     if config.model is None:
         reason = "enough units" if not (small or masks) else "few parameters suit few units"
-        text = model.name + "".join(f", {name} {value}" for name, value in model.options.items() if name != "image_size")
+        text = model.name + "".join(
+            f", {name} {value}" for name, value in model.options.items() if name != "image_size"
+        )
         choices.insert(0, Choice("model", text, reason))
     plan = HeadPlan(
         features=head or 1,
@@ -155,7 +159,9 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
     if optimizer != config.optimizer:
         text = f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, momentum {optimizer.momentum:g}"
         reason = "usual; not tuned for your model" if is_own(model.name) else "tuned for this family on public data"
-        choices.append(Choice("optimizer", text, reason if head is None else "from the plan: bounds the noise on logits"))
+        choices.append(
+            Choice("optimizer", text, reason if head is None else "from the plan: bounds the noise on logits")
+        )
     loss = config.loss or ("dice_cross_entropy" if masks else "cross_entropy")
     if config.loss is None and masks:
         choices.append(Choice("loss", loss, "Dice sees small organs, cross-entropy has a gradient everywhere"))
@@ -182,8 +188,8 @@ def merge_optimizer(given: OptimizerSettings | None, proposed: OptimizerSettings
     """Join given settings with the default's: a rate alone changes the rate alone.
 
     A rule other than the default's brings torch's own defaults and its usual rate. So does a setting that the default's
-    rule does not have, such as a momentum for nadam: it means a rule that has it. Nothing is refused here, because which
-    rule is the default may depend on a noisy count.
+    rule does not have, such as a momentum for nadam: it means a rule that has it. Nothing is refused here, because
+    which rule is the default may depend on a noisy count.
     """
     if given is None:
         return proposed
@@ -235,7 +241,7 @@ def full_signal(num_units: int, *, epsilon: float, delta: float) -> float:
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
-    """The μ of Gaussian DP that has this epsilon at this delta, by bisection (Dong, Roth and Su 2022, corollary 2.13)."""
+    """The μ of Gaussian DP that has this epsilon at this delta, by bisection (Dong, Roth and Su 2022, cor. 2.13)."""
     low, high = 0.0, 1.0
 
     def spent(mu: float) -> float:

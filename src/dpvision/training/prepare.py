@@ -199,7 +199,10 @@ def choose_image_shape(config: RunConfig) -> tuple[RunConfig, tuple[Choice, ...]
     chosen: dict[str, object] = {}
     reasons: list[str] = []
     if data.image_size is None:
-        side, reason = DEFAULT_MASK_SIZE if masks else DEFAULT_IMAGE_SIZE, "small images train fast; raise it for detail"
+        side, reason = (
+            DEFAULT_MASK_SIZE if masks else DEFAULT_IMAGE_SIZE,
+            "small images train fast; raise it for detail",
+        )
         if config.transfer is not None and config.transfer.weights in KNOWN_WEIGHTS and config.model is None:
             side, reason = PRETRAINED_IMAGE_SIZE, "pretrained weights read detail"
         chosen["image_size"] = side
