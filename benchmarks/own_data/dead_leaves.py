@@ -1,8 +1,8 @@
 """Writes models/constants/dead_leaves.json: how scattering paths vary in synthetic images.
 
-``python -m benchmarks.own_data.dead_leaves`` draws 4,000 images of overlapping ellipses of all sizes (dead leaves, the
-usual model of natural images: edges at every scale, occlusion), computes their standardised scattering features, and
-writes mean and covariance of the paths, for brightness and for a colour channel.
+``python -m benchmarks.own_data.dead_leaves`` draws 4,000 images of overlapping ellipses in all sizes ("dead leaves",
+the usual model of natural images: edges at every scale, occlusion), computes their standardised scattering features,
+and writes mean and covariance of the paths, for brightness and for a colour channel.
 """
 
 from __future__ import annotations

@@ -6,6 +6,35 @@ from tools.mutations.mutation import mutations
 
 TRAINING = (
     *mutations(
+        "training/test_forecast",
+        "training/start.py",
+        ("a refused count is not charged", "header, charges=counted)\n        text", "header)\n        text"),
+        ("a hopeless plan is trained", "if prepared.forecast.hopeless and not anyway:", "if False:"),
+    ),
+    *mutations(
+        "training/test_forecast",
+        "training/prepare.py",
+        (
+            "the forecast knows the rows",
+            "expected = forecast(config,",
+            'expected = forecast(_updated(config, "privacy", {"num_units": train.num_units}),',
+        ),
+    ),
+    *mutations(
+        "training/test_defaults",
+        "training/defaults.py",
+        (
+            "counted epochs have no limit",
+            "MOST_PROPOSED_STEPS if config.privacy.count_noise_multiplier is not None else 10**9",
+            "10**9",
+        ),
+        (
+            "defaults follow the rows",
+            "num_units = privacy.num_units or two_digits(facts.num_units)",
+            "num_units = facts.num_units",
+        ),
+    ),
+    *mutations(
         "training/test_trainer properties/test_replay",
         "privacy/private_step.py",
         ("noise before the charge", "    privatizer.charge(batch.sampling, step=step)\n", ""),

@@ -46,7 +46,8 @@ from dpvision.training.trainer import Session
 
 MADE_UP = "made-up pictures"
 LARGEST_SIDE = 32
-PLAIN_SGD = OptimizerSettings(name="sgd", learning_rate=0.1)
+PLAIN_RATE = 0.1
+PLAIN_SGD = OptimizerSettings(name="sgd", learning_rate=PLAIN_RATE)
 
 
 @final

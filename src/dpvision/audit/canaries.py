@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dpvision.accounting import Charges, guarantee
 from dpvision.audit.audited_runs import (
-    PLAIN_SGD,
+    PLAIN_RATE,
     Subject,
     session_on,
     synthetic_images,
@@ -29,7 +29,7 @@ from dpvision.audit.audited_runs import (
     with_plain_sgd,
 )
 from dpvision.audit.bounds import GaussianEstimate, OneRunBound, gaussian_estimate, one_run_bound
-from dpvision.config import ModelConfig, RunConfig, required
+from dpvision.config import ModelConfig, RunConfig
 from dpvision.data import ImageStore
 from dpvision.data.splits import RunSplits
 from dpvision.errors import ArgumentError, Problems
@@ -165,9 +165,7 @@ def _white(subject: Subject, included: NDArray[np.bool_], keys: Keys, on_step: O
 
     with session_on(config, store, keys=keys, model=network.train()) as session:
         _train(session, read)
-        sums = np.diff(weights, axis=0) / (
-            required(PLAIN_SGD.learning_rate, "learning_rate") / config.mechanism.divisor
-        )
+        sums = np.diff(weights, axis=0) / (PLAIN_RATE / config.mechanism.divisor)
         return likelihood_scores(sums / config.mechanism.clip_norm, config.mechanism.step_event), _charges(session)
 
 

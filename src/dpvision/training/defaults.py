@@ -190,8 +190,8 @@ def merge_optimizer(given: OptimizerSettings | None, proposed: OptimizerSettings
     """Join given settings with the default's: a rate alone changes the rate alone.
 
     A rule other than the default's brings torch's own defaults and its usual rate. So does a setting that the default's
-    rule does not have, such as a momentum for nadam: it means a rule that has it. Nothing is refused here, as which
-    rule is the default may depend on a noisy count.
+    rule does not have, such as a momentum for nadam: it means a rule that has it. Nothing is refused here, because
+    which rule is the default may depend on a noisy count.
     """
     if given is None:
         return proposed
@@ -243,7 +243,7 @@ def full_signal(num_units: int, *, epsilon: float, delta: float) -> float:
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
-    """The μ of Gaussian DP that has this epsilon at this delta, by bisection (Dong, Roth, Su 2022, corollary 2.13)."""
+    """The μ of Gaussian DP that has this epsilon at this delta, by bisection (Dong, Roth and Su 2022, cor. 2.13)."""
     low, high = 0.0, 1.0
 
     def spent(mu: float) -> float:

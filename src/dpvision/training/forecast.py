@@ -24,7 +24,7 @@ _HARD_PRETRAINED: Final = (0.75, 30.0)  # chest X-rays, cats and dogs
 LEAST_SHARE: Final = 0.15
 """Below this share of the way from chance, even on an easy dataset, a run is called hopeless."""
 LEAST_MASK_SIGNAL: Final = 130.0
-"""A network for masks beat a constant mask at 260 (299 blood cells, epsilon 3), not at 82 (95 polyps, epsilon 3)."""
+"""A network for masks beat a constant mask at 260 (299 blood cells, epsilon 3), and not at 82 (95 polyps, same)."""
 _LARGEST_EPSILON: Final = 20.0
 
 
