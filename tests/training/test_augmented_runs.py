@@ -124,9 +124,9 @@ def test_the_plan_is_settled_on_as_many_rows_as_a_unit_has(
     shapes: list[tuple[int, ...]] = []
     original = stages_module.plan_for
 
-    def watched(model: Any, loss: Any, like: Microbatch, performance: Any) -> Any:
+    def watched(model: Any, loss: Any, like: Microbatch, performance: Any, *, own_code: bool) -> Any:
         shapes.append(tuple(like.row_weights_UR.shape))
-        return original(model, loss, like, performance)
+        return original(model, loss, like, performance, own_code=own_code)
 
     monkeypatch.setattr(stages_module, "plan_for", watched)
     config = with_views(pictures, data={"rows_per_unit": 2})

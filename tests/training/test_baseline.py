@@ -121,7 +121,8 @@ def test_on_images_declared_public_the_baseline_is_in_summary_and_report(picture
 
 def test_the_baseline_is_tested_on_the_units_that_the_private_run_holds_out(tmp_path: Path) -> None:
     images, labels = synthetic_images(90)
-    np.savez(tmp_path / "pictures.npz", images=images, labels=labels)
+    names = [str(label) for label in sorted(set(labels.tolist()))]
+    np.savez(tmp_path / "pictures.npz", images=images, labels=labels, class_names=names)
     config = of_private_data(tmp_path / "pictures.npz", public_data=True, holdout_fraction=0.3)
     assert "baseline" in train(config, run=tmp_path / "run", baseline=True).metrics
 

@@ -246,7 +246,7 @@ REFUSED_LOSSES = {
     "my_loss.py:raises": "no such table",
     "my_loss.py:absent": "has no 'absent'",
     "absent.py:fn": "there is no file absent.py",
-    "hinge": "loss must be one of cross_entropy, dice, dice_cross_entropy, or FILE.py:FUNCTION, got 'hinge'",
+    "hinge": "loss must be one of cross_entropy, dice, dice_cross_entropy, binary_cross_entropy, or FILE.py:FUNCTION, got 'hinge'",
 }
 
 

@@ -128,7 +128,7 @@ def test_the_default_run_trains_a_head_on_installed_weights_and_records_it(weigh
         DEFAULT,
         "head",
     )
-    assert config.data.image_size == SIDE
+    assert config.data.image_size == 224
     declared = {item["what"]: item["how"] for item in result.certificate["declared"]}
     for part in (DEFAULT, file_sha256(weights), "ImageNet", "Apache-2.0"):
         assert part in declared["first weights"]
@@ -185,7 +185,7 @@ def test_mirror_images_keep_their_features_and_so_the_weights() -> None:
 def test_an_array_is_large_enough_or_it_is_not(weights: Path, tmp_path: Path) -> None:
     for side, chosen in ((31, False), (32, True)):
         images = np.zeros((20, side, side), dtype=np.uint8)
-        np.savez(tmp_path / f"{side}.npz", images=images, labels=np.arange(20) % 2)
+        np.savez(tmp_path / f"{side}.npz", images=images, labels=np.arange(20) % 2, class_names=["a", "b"])
         assert (prepared(left_open(tmp_path / f"{side}.npz")).config.transfer is not None) == chosen
 
 
@@ -214,8 +214,14 @@ def test_grey_images_are_repeated_inside_the_model_as_by_hand() -> None:
 
 
 def test_grey_folders_train_on_colour_weights(weights: Path, tmp_path: Path) -> None:
-    result = train(left_open(write_folder(tmp_path / "scans", mode="L")), run=tmp_path / "run")
-    assert result.certificate["data"]["image_shape"] == [1, SIDE, SIDE]
+    result = train(
+        left_open(
+            source := write_folder(tmp_path / "scans", mode="L"),
+            data={"source": str(source), "channels": 1, "holdout_fraction": 0.3},
+        ),
+        run=tmp_path / "run",
+    )
+    assert result.certificate["data"]["image_shape"] == [1, 224, 224]
     stored = RunFolder.open(tmp_path / "run").load_weights()["conv_stem.weight"]
     assert torch.equal(stored, torch.load(weights, weights_only=True)["conv_stem.weight"])
 
@@ -224,7 +230,7 @@ def test_grey_images_stored_in_colour_are_one_flag_away(weights: Path, tmp_path:
     source = write_folder(tmp_path / "scans")
     for channels in (1, 3):
         config = left_open(source, data={"source": str(source), "channels": channels, "holdout_fraction": 0.3})
-        assert prepared(config).splits.train.image_shape == (channels, SIDE, SIDE)
+        assert prepared(config).splits.train.image_shape == (channels, 224, 224)
 
 
 # ---- resuming

@@ -271,7 +271,7 @@ def test_the_command_line_takes_pictures_and_masks(tmp_path: Path) -> None:
     places = [str(tmp_path / "images"), str(tmp_path / "masks"), "--unit-pattern", "^(p[0-9]+)_"]
     public = ["--test", str(tmp_path / "test-images"), "--test-masks", str(tmp_path / "test-masks")]
     command = ["train", "--task", "segmentation", *places, "--target-epsilon", "3", *small, *plan, *public]
-    done = CliRunner().invoke(app, [*command, "--num-units", "4", "--output", str(tmp_path / "run")])
+    done = CliRunner().invoke(app, [*command, "--anyway", "--num-units", "4", "--output", str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
     figures = json.loads(done.stdout)
     assert figures["privacy_unit"] == "patient"

@@ -28,7 +28,11 @@ FAULTS = (
     *mutations(
         "properties/test_neighbours",
         "training/start.py",
-        ("a count is never charged", "header, charges=counted)", "header)"),
+        (
+            "a count is never charged",
+            "ledger = Ledger.create(folder.ledger_path, header, charges=counted)",
+            "ledger = Ledger.create(folder.ledger_path, header)",
+        ),
     ),
     *mutations(
         "properties/test_neighbours",

@@ -172,10 +172,8 @@ def start_run(
     run_id = keys.derive("run")[:8].hex()
     prepared = prepare(config, holdout or holdout_keys(keys, run_id), data)
     config, splits = prepared.config, prepared.splits
-    if prepared.forecast is not None:
-        if prepared.forecast.hopeless and not anyway:
-            refuse_hopeless(prepared, path, keys, run_id)
-        (callback or RunCallback()).message(prepared.forecast.text)
+    if prepared.forecast is not None and prepared.forecast.hopeless and not anyway:
+        refuse_hopeless(prepared, path, keys, run_id)
 
     model, stages = model_and_stages(config, splits, device, code)
     if config.privacy.enabled:
@@ -184,6 +182,8 @@ def start_run(
         prepared = replace(prepared, notes=(*prepared.notes, *map(str, findings)))
     facts = own_code_facts(code, model, loss_of(config, splits, code), synthetic_like(splits, device))
     choose_gradient_plans(model, stages, config, splits, device, code)
+    if prepared.forecast is not None:
+        (callback or RunCallback()).message(prepared.forecast.text)
 
     binding = run_binding(config, splits, run_id=run_id, device=device) | facts
     first_keys = bound_keys(keys, binding, fork=0)
