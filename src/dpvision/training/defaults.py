@@ -36,12 +36,13 @@ HEAD_POOL, FULL_RESOLUTION = 4, 10_000.0
 """Regions along a side; from this signal on, features keep their resolution."""
 HEAD_CLIP, PRETRAINED_CLIP = 0.7, 0.5
 """Clip norm over √D: about the length of a gradient at the start, so that clipping does not hide unequal classes."""
-NOISE_OF_TWO_CLASSES, MOST_LOGIT_NOISE = 0.025, 0.9
+NOISE_OF_TWO_CLASSES, PRETRAINED_NOISE_OF_TWO_CLASSES, MOST_LOGIT_NOISE = 0.025, 0.01, 0.9
 TIME_PER_CLASS, PRETRAINED_TIME_PER_CLASS = 10.0, 4.0
 """Least rate times steps, in units of one clipped gradient on a row of length one: below, unequal classes decide."""
 RIDGE_AT, LEAST_RIDGE, MOST_RIDGE = 1000.0, 0.3, 10.0
 PUBLIC_TIME = 60.0
 """Rate times steps for each class, over the squared length of a row, without privacy."""
+OTHER_HEAD_CLIP, OTHER_HEAD_RATE = 0.1, 4.0
 PRETRAINED_FEATURES = {"efficientnet_lite0": 1280}
 USUAL_RATES = {"sgd": 1.0, "nadam": 1e-3, "adam": 1e-3, "adamw": 1e-3, "rmsprop": 1e-3}
 """Rates of update rules that are not the default's, where none is given."""
@@ -115,6 +116,8 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
     model = fit_model(model, facts)
     head = head_features(model, facts, config)
     small = head is not None or model.name in SMALL_MODELS
+    # A head on features whose length is not known: a small clip norm and a large rate.
+    other_head = head is None and config.transfer is not None and config.transfer.trained == "head"
     batch = privacy.expected_batch_size
     if batch is None and head is not None:
         batch = float(num_units)
@@ -137,7 +140,7 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
         choose("steps", steps, f"{steps * batch / num_units:.0f} passes")
     clip_norm = privacy.clip_norm
     if clip_norm is None and privacy.enabled:
-        usual_clip = 1.0 if masks else 0.5 if small else 1.5
+        usual_clip = OTHER_HEAD_CLIP if other_head else 1.0 if masks else 0.5 if small else 1.5
         clip_norm = usual_clip if head is None else head_clip_norm(head, pretrained=config.transfer is not None)
         reason = "the value that works for this family of models"
         choose("clip_norm", clip_norm, reason if head is None else f"about the length of a gradient on {head} features")
@@ -157,6 +160,9 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
         pretrained=config.transfer is not None,
     )
     proposed = propose_optimizer(model.name) if head is None else _head_optimizer(config, plan, num_units)
+    if other_head:
+        rate = OTHER_HEAD_RATE * (1.0 if privacy.enabled else OTHER_HEAD_CLIP)
+        proposed = OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.9)
     optimizer = merge_optimizer(config.optimizer, proposed)
     if optimizer != config.optimizer:
         text = f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, momentum {optimizer.momentum:g}"
@@ -275,13 +281,14 @@ def estimated_noise(num_units: int, *, batch: float, steps: int, mu: float) -> f
     return 1 / math.sqrt(math.log1p(mu**2 / (rate**2 * steps)))
 
 
-def logit_noise(classes: int) -> float:
+def logit_noise(classes: int, *, pretrained: bool = False) -> float:
     """κ: the noise on a logit that a plan may spend, for a strong signal.
 
     A class has a K-th of the units, so that its logit needs K times the rate to grow as large, and more classes need
     finer differences; above 0.9 the noise itself decides between classes.
     """
-    return min(NOISE_OF_TWO_CLASSES * (max(2, classes) / 2) ** 2, MOST_LOGIT_NOISE)
+    of_two = PRETRAINED_NOISE_OF_TWO_CLASSES if pretrained else NOISE_OF_TWO_CLASSES
+    return min(of_two * (max(2, classes) / 2) ** 2, MOST_LOGIT_NOISE)
 
 
 def training_time(classes: int, *, signal: float, pretrained: bool = False) -> float:
@@ -291,7 +298,7 @@ def training_time(classes: int, *, signal: float, pretrained: bool = False) -> f
     been learned. Pretrained features separate classes sooner.
     """
     least = max(2, classes) * (PRETRAINED_TIME_PER_CLASS if pretrained else TIME_PER_CLASS)
-    return min(max(least, logit_noise(classes) * signal), MOST_LOGIT_NOISE * signal)
+    return min(max(least, logit_noise(classes, pretrained=pretrained) * signal), MOST_LOGIT_NOISE * signal)
 
 
 def whitening_ridge(signal: float) -> float:
