@@ -770,7 +770,7 @@ accept(
     ],
     scaled_dot_product_attention=lambda g: [
         F.scaled_dot_product_attention(g.first, g.first.cos(), g.first),
-        F.scaled_dot_product_attention(g.image.transpose(0, 1), *[g.image.transpose(0, 1)] * 2),
+        F.scaled_dot_product_attention(g.image.transpose(0, 1), g.image.transpose(0, 1), g.image.transpose(0, 1)),
         F.scaled_dot_product_attention(g.image, g.image, g.image, attn_mask=g.image),
     ],
 )

@@ -1,0 +1,331 @@
+"""The proof of a user's own code: what it refuses and in which words, and what it runs in the code's place."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpvision import kernels, models
+from dpvision.config import Performance
+from dpvision.errors import PrivacyError
+from dpvision.gradients import plan as planning
+from dpvision.gradients.clipped_sum import Rows, clipped_sum, clipped_sum_of_batch
+from dpvision.gradients.plan import plan_for
+from dpvision.gradients.proved_graph import prove
+from dpvision.gradients.separability import blind_batch
+from dpvision.models.losses import loss_for
+from dpvision.privacy.values import Microbatch
+
+WIDTH, CLASSES = 6, 4
+
+
+class Between(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x)))
+
+
+class Cnn(nn.Module):
+    """Convolution, GroupNorm and ReLU, as a plain network has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.MaxPool2d(2))
+        self.head = nn.Linear(8 * 16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).flatten(1))
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def rows(number: int = 3, seed: int = 0) -> Microbatch:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(number, WIDTH, generator=generator), torch.randint(CLASSES, (number,), generator=generator)
+    return Microbatch(x, y, torch.ones(number, 1, dtype=torch.float64))
+
+
+def image_rows(number: int = 2, side: int = 8, channels: int = 3) -> Microbatch:
+    x, y = torch.rand(number, channels, side, side), torch.arange(number) % 2
+    return Microbatch(x, y, torch.ones(number, 1, dtype=torch.float64))
+
+
+def refusal(between: Callable[[Tensor], Tensor], loss_fn: Any = cross_entropy) -> str:
+    with pytest.raises(PrivacyError) as caught:
+        prove(Between(between), loss_fn, rows())
+    return str(caught.value)
+
+
+# What is refused, and how
+
+
+class Mixer(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_a_refusal_names_module_operation_line_and_remedy() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Mixer(), nn.Linear(WIDTH, CLASSES))
+    with pytest.raises(PrivacyError) as caught:
+        prove(model, cross_entropy, rows())
+    line = Mixer.forward.__code__.co_firstlineno + 1
+    assert str(caught.value) == (
+        f"1 (Mixer): mean (test_proved_graph.py, line {line}) works across the rows, so it is not proved that units do "
+        "not mix. Treat each row by itself."
+    )
+
+
+def test_a_refusal_of_the_loss_names_it() -> None:
+    text = refusal(lambda x: x, lambda outputs, targets: cross_entropy(outputs - outputs.mean(0), targets))
+    assert text.startswith("loss_fn or the model itself: mean (test_proved_graph.py, line ")
+
+
+@pytest.mark.parametrize(
+    ("between", "words"),
+    [
+        (lambda x: x if x.shape[0] > 5 else -x, "treats batches of different sizes differently"),
+        (lambda x: x if x.max() > 5 else -x, "branches on values"),
+        (lambda x: x * float(x.max()), "branches on values"),
+        (lambda x: torch.from_numpy(np.asarray(x.detach())), "can't be traced"),
+        (lambda x: x * x.shape[0], "computes with the number of rows"),
+        (lambda x: torch.linalg.svd(x)[0] @ x, "not an operation that can be followed"),
+        (lambda x: x + torch.empty(WIDTH), "reads memory that is not initialised"),
+        (lambda x: x * torch.arange(x.shape[0])[:, None], "computes with the numbers of the rows"),
+    ],
+    ids=["size", "branch", "number", "numpy", "count", "no rule", "memory", "place"],
+)
+def test_a_refusal_says_in_our_words_what_is_wrong(between: Callable[[Tensor], Tensor], words: str) -> None:
+    text = refusal(between)
+    assert words in text
+    assert text.endswith(".")
+    assert not re.search(r"\n|Traceback|SymInt|FakeTensor|torch\._|torch\.export|GuardOn|Dim\(", text)
+
+
+@pytest.mark.parametrize(
+    ("between", "source"),
+    [
+        (lambda x: x * random.random(), "random numbers of Python or NumPy"),
+        (lambda x: x * np.random.rand(), "random numbers of Python or NumPy"),
+        (lambda x: x * time.time(), "a clock"),
+        (lambda x: x * time.perf_counter(), "a clock"),
+    ],
+    ids=["random", "numpy", "time", "perf_counter"],
+)
+def test_code_that_reads_clocks_or_other_random_numbers_is_refused(between: Any, source: str) -> None:
+    before = random.getstate(), np.random.get_state()[1].tolist()  # pyright: ignore[reportAttributeAccessIssue,reportIndexIssue]
+    assert source in refusal(between)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())  # pyright: ignore[reportAttributeAccessIssue,reportIndexIssue]
+
+
+class Writes(Between):
+    """Writes into something that outlives the call."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(lambda x: x)
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.what == "its inputs":
+                x.mul_(2)
+            elif self.what == "scale":
+                self.scale.mul_(2)
+            else:
+                self.first.weight.mul_(2)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("what", ["its inputs", "scale", "first.weight"])
+def test_code_that_writes_into_inputs_buffers_or_parameters_is_refused(what: str) -> None:
+    with pytest.raises(PrivacyError, match=f"writes into {what}, which the next rows would see"):
+        prove(Writes(what), cross_entropy, rows())
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda outputs, targets: cross_entropy(outputs, targets).mean(),
+        lambda outputs, targets: outputs,
+        lambda outputs, targets: torch.ones(3),
+        lambda outputs, targets: (cross_entropy(outputs, targets), 1),
+    ],
+    ids=["mean", "outputs", "constants", "tuple"],
+)
+def test_a_loss_that_is_not_one_value_per_row_is_refused(loss_fn: Any) -> None:
+    with pytest.raises(PrivacyError):
+        prove(Between(lambda x: x), loss_fn, rows())
+
+
+def test_a_refusal_prints_nothing(capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    for between in (lambda x: x - x.mean(0), lambda x: x if x.max() > 5 else -x, lambda x: x[: x.shape[0] // 2]):
+        refusal(between)
+    assert capfd.readouterr() == ("", "")
+    assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
+
+
+def test_an_operation_of_weights_alone_must_be_atens_too() -> None:
+    @torch.library.custom_op("dpvision_test::doubled", mutates_args=())
+    def doubled(weight: Tensor) -> Tensor:
+        return 2 * weight
+
+    doubled.register_fake(lambda weight: torch.empty_like(weight))
+    model = Between(lambda x: x)
+    model.between = lambda x: x * doubled(model.scale)
+    with pytest.raises(PrivacyError, match="is not an operation that can be followed"):
+        prove(model, cross_entropy, rows())
+
+
+# What runs
+
+
+@pytest.mark.parametrize("number", [2, 3, 17, 64])
+def test_the_graph_gives_the_losses_of_the_code_for_any_number_of_rows(number: int) -> None:
+    model = Between(torch.tanh)
+    proof, batch = prove(model, cross_entropy, rows()), rows(number, seed=1)
+    found = proof.network(*proof.microbatch(batch).inputs)
+    torch.testing.assert_close(found, cross_entropy(model(batch.inputs), batch.targets))
+
+
+def test_a_single_row_is_run_beside_a_copy_without_weight() -> None:
+    model = Between(torch.tanh)
+    proof, batch = prove(model, cross_entropy, rows()), rows(1)
+    doubled = proof.microbatch(batch)
+    assert doubled.row_weights_UR.tolist() == [[1.0], [0.0]]
+    losses = proof.network(*doubled.inputs)
+    torch.testing.assert_close(losses, cross_entropy(model(batch.inputs), batch.targets).expand(2))
+
+
+def test_a_step_runs_the_graph_and_never_the_code() -> None:
+    model, seen = Between(lambda x: x), list[Tensor]()
+    model.between = lambda x: (seen.append(x), x)[1]
+    plan = plan_for(Between(lambda x: x), cross_entropy, rows(8))
+    assert plan.network(model) is not model
+    batch = rows(8)
+    x = batch.inputs + 100  # pyright: ignore[reportOperatorIssue]
+    with pytest.raises(PrivacyError, match="keeps something from one call to the next"):
+        clipped_sum(model, cross_entropy, x, batch.targets, clip_norm=1.0)
+    assert seen
+    assert all(
+        float(each.abs().max()) < 50 for each in seen if type(each) is Tensor and not each.is_meta and _real(each)
+    )
+
+
+def _real(x: Tensor) -> bool:
+    return type(x).__name__ == "Tensor"
+
+
+def test_own_code_is_shown_no_private_value() -> None:
+    shown: list[tuple[float, float]] = []
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if type(x) is Tensor:
+                look(x)
+            return self.layer(x)
+
+    def look(x: Tensor) -> None:
+        shown.append((float(x.min()), float(x.max())))
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        if type(targets) is Tensor:
+            look(targets)
+        return cross_entropy(outputs, targets)
+
+    batch = Rows(torch.full((4, WIDTH), 500.0), torch.full((4,), CLASSES - 1), 1)
+    clipped_sum_of_batch(Looks(), loss, batch, clip_norm=1.0, performance=Performance())
+    assert shown
+    # Synthetic rows lie between 0 and 1; a check scales one of them by up to 10,000.
+    assert all(low >= 0 for low, _ in shown)
+    assert not {500.0, float(CLASSES - 1)} & {value for pair in shown for value in pair}
+
+
+def test_synthetic_rows_of_own_code_depend_on_no_value() -> None:
+    one, two = (blind_batch(rows(4, seed=seed), units=3, classes=2) for seed in (1, 2))
+    assert torch.equal(one.inputs, two.inputs)  # pyright: ignore[reportArgumentType]
+    assert torch.equal(one.targets, two.targets)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_cached_proof_is_made_again_when_the_code_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    real = planning.prove
+    monkeypatch.setattr(planning, "prove", lambda *given: (made.append(1), real(*given))[1])
+    scale = [1.0]
+    model = Between(lambda x: x * scale[0])
+
+    def step() -> int:
+        batch = rows(4)
+        clipped_sum(model, cross_entropy, batch.inputs, batch.targets, clip_norm=1.0)
+        return len(made)
+
+    assert [step(), step()] == [1, 1]
+    scale[0] = 2.0
+    assert [step(), step()] == [2, 2]
+    model.second.register_forward_hook(lambda module, args, output: 2 * output)
+    assert [step(), step()] == [3, 3]
+    model.between = lambda x: x.tanh()
+    assert [step(), step()] == [4, 4]
+
+
+@pytest.mark.skipif(not kernels.available(), reason="native kernels are not available")
+def test_a_plain_network_runs_as_a_fused_copy_of_its_graph() -> None:
+    plan = plan_for(Cnn(), cross_entropy, image_rows(4))
+    assert plan.proof is not None
+    assert plan.fused_copy is not None
+    assert any(type(module).__name__ == "FusedNorm" for module in plan.fused_copy.modules())
+
+
+# Our own models
+
+LONG = 3_000_000
+SMALL = [entry for entry in models.catalogue() if entry.parameters < LONG]
+LARGE = [entry for entry in models.catalogue() if LONG <= entry.parameters < 50_000_000]
+"""The three larger ones differ from these in their numbers of blocks and channels only."""
+
+
+def prove_entry(entry: models.Entry) -> None:
+    masks = entry.family == "segmentation"
+    side = entry.image_size if entry.image_size <= 32 else 64
+    model = models.create(entry.name, num_classes=1 if masks else CLASSES, in_channels=entry.in_channels, seed=0)
+    batch = image_rows(2, side, entry.in_channels)
+    loss = loss_for("classification", "cross_entropy", CLASSES)
+    if masks:
+        loss = loss_for("segmentation", "dice_cross_entropy", 2)
+        batch = Microbatch(batch.inputs, torch.randint(2, (2, side, side)), batch.row_weights_UR)
+    proof = prove(model, loss, batch)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            proof.network(batch.inputs, batch.targets), loss(model(batch.inputs), batch.targets), rtol=1e-3, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("entry", SMALL, ids=lambda entry: entry.name)
+def test_a_small_model_of_the_catalogue_is_proved_to_keep_rows_apart(entry: models.Entry) -> None:
+    prove_entry(entry)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", LARGE, ids=lambda entry: entry.name)
+def test_a_large_model_of_the_catalogue_is_proved_to_keep_rows_apart(entry: models.Entry) -> None:
+    prove_entry(entry)
