@@ -87,35 +87,37 @@ def _code_of(kind: type[nn.Module]) -> tuple[Any, Any]:
     return kind, frozen_callable(forward)
 
 
-def frozen_callable(function: Any) -> Any:
+def frozen_callable(function: Any, depth: int = 0) -> Any:
     """Return everything that a call of a function depends on: code, defaults, closure and bound object."""
+    deeper = depth + 1
     if isinstance(function, functools.partial):
-        return frozen_callable(function.func), _frozen(function.args), _frozen(function.keywords)
+        settings = _frozen(function.args, deeper), _frozen(function.keywords, deeper)
+        return frozen_callable(function.func, deeper), settings
     if isinstance(function, nn.Module):
         return id(function), frozen_values(function)
     if isinstance(function, types.MethodType):
-        return frozen_callable(function.__func__), _frozen(function.__self__)
+        return frozen_callable(function.__func__, deeper), _frozen(function.__self__, deeper)
     if isinstance(function, types.FunctionType):
-        cells = [_cell(cell) for cell in function.__closure__ or ()]
+        cells = [_cell(cell, deeper) for cell in function.__closure__ or ()]
         names = function.__code__.co_names
         held = function.__globals__
         outside = [(n, held[n]) for n in names if n in held and isinstance(held[n], _PLAIN)]
         return (
             function.__code__,
-            _frozen(function.__defaults__),
-            _frozen(function.__kwdefaults__),
+            _frozen(function.__defaults__, deeper),
+            _frozen(function.__kwdefaults__, deeper),
             tuple(cells),
             tuple(outside),
         )
-    return _frozen(function)
+    return _frozen(function, depth)
 
 
-def _cell(cell: Any) -> Any:
+def _cell(cell: Any, depth: int) -> Any:
     try:
         content = cell.cell_contents
     except ValueError:
         return None  # empty
-    return frozen_callable(content) if isinstance(content, types.FunctionType) else _frozen(content)
+    return _frozen(content, depth)
 
 
 def _own_values(module: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -137,6 +139,8 @@ def _frozen(value: Any, depth: int = 0) -> Any:
         return tuple((_frozen(key, depth + 1), _frozen(item, depth + 1)) for key, item in value.items())
     if isinstance(value, torch.Tensor):
         return id(value), value._version
+    if depth < _DEEPEST and isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        return id(value) if isinstance(value, types.FunctionType) else None, frozen_callable(value, depth + 1)
     if depth < _DEEPEST and _is_own_object(value):
         return id(value), tuple((name, _frozen(item, depth + 1)) for name, item in _attributes_of(value))
     return id(value)
