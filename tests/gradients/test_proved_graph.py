@@ -13,13 +13,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpvision import kernels, models
 from dpvision.config import Performance
 from dpvision.errors import PrivacyError
+from dpvision.gradients import clipped_sum as summing
 from dpvision.gradients import plan as planning
 from dpvision.gradients.clipped_sum import Rows, clipped_sum, clipped_sum_of_batch
-from dpvision.gradients.plan import plan_for
+from dpvision.gradients.ownership import OwnershipOverrides
+from dpvision.gradients.plan import check_faithful, plan_for
 from dpvision.gradients.proved_graph import prove
 from dpvision.gradients.separability import blind_batch
 from dpvision.models.losses import loss_for
@@ -35,6 +40,7 @@ class Between(nn.Module):
     def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.scale: Tensor
         self.register_buffer("scale", torch.ones(WIDTH))
         self.between = between
 
@@ -142,9 +148,14 @@ def test_a_refusal_says_in_our_words_what_is_wrong(between: Callable[[Tensor], T
     ids=["random", "numpy", "time", "perf_counter"],
 )
 def test_code_that_reads_clocks_or_other_random_numbers_is_refused(between: Any, source: str) -> None:
-    before = random.getstate(), np.random.get_state()[1].tolist()  # pyright: ignore[reportAttributeAccessIssue,reportIndexIssue]
+    before = random.getstate(), numpy_state()
     assert source in refusal(between)
-    assert before == (random.getstate(), np.random.get_state()[1].tolist())  # pyright: ignore[reportAttributeAccessIssue,reportIndexIssue]
+    assert before == (random.getstate(), numpy_state())
+
+
+def numpy_state() -> list[int]:
+    state: Any = np.random.get_state()
+    return state[1].tolist()
 
 
 class Writes(Between):
@@ -288,7 +299,7 @@ def test_a_cached_proof_is_made_again_when_the_code_changes(monkeypatch: pytest.
     assert [step(), step()] == [1, 1]
     scale[0] = 2.0
     assert [step(), step()] == [2, 2]
-    model.second.register_forward_hook(lambda module, args, output: 2 * output)
+    model.second.register_forward_hook(lambda module, args, output: output.mul(2))
     assert [step(), step()] == [3, 3]
     model.between = lambda x: x.tanh()
     assert [step(), step()] == [4, 4]
@@ -302,11 +313,137 @@ def test_a_plain_network_runs_as_a_fused_copy_of_its_graph() -> None:
     assert any(type(module).__name__ == "FusedNorm" for module in plan.fused_copy.modules())
 
 
+# The lines behind the proof
+
+
+class Reversed(torch.autograd.Function):
+    """Gradient reversal: a backward pass that is not in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -gradients[0]
+
+
+@pytest.mark.parametrize("drop", [0.0, 0.1], ids=["same numbers", "random numbers"])
+def test_code_with_a_backward_pass_of_its_own_is_refused(drop: float) -> None:
+    model, batch = Between(lambda x: F.dropout(Reversed.apply(x), drop)), rows(4)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PrivacyError):
+        clipped_sum(model, cross_entropy, batch.inputs, batch.targets, clip_norm=1.0)
+
+
+def test_code_that_gives_other_losses_than_its_graph_is_refused() -> None:
+    model, batch = Between(torch.tanh), rows(4)
+    proof = prove(model, cross_entropy, batch)
+    check_faithful(model, cross_entropy, proof, batch)
+    model.between = torch.sigmoid
+    with pytest.raises(PrivacyError, match="gives other results when it is called again"):
+        check_faithful(model, cross_entropy, proof, batch)
+
+
+def test_code_is_compared_with_its_graph_at_every_microbatch_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr(summing, "check_faithful", lambda *given: compared.append(given[-1].rows))
+    model, batch = Between(torch.tanh), rows(40)
+    for size in (5, 5, 30):
+        clipped_sum(model, cross_entropy, batch.inputs, batch.targets, clip_norm=1.0, microbatch_size=size)
+    assert compared == [5, 30]
+
+
+def test_rows_may_not_write_into_memory_that_they_share() -> None:
+    def write(x: Tensor) -> Tensor:
+        shared = torch.zeros(1, WIDTH)
+        shared.expand_as(x).masked_fill_(x > 0, 1.0)
+        return x + shared
+
+    assert "writes rows into memory that they share" in refusal(write)
+
+
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_full_backward_hook])
+def test_a_hook_on_the_modules_of_every_model_is_refused(register: Any) -> None:
+    model, batch = Between(torch.tanh), rows(4)
+    clipped_sum(model, cross_entropy, batch.inputs, batch.targets, clip_norm=1.0)
+    handle = register(lambda *given: None)
+    try:
+        with pytest.raises(PrivacyError, match="hook on the modules of every model"):
+            clipped_sum(model, cross_entropy, batch.inputs, batch.targets, clip_norm=1.0)
+    finally:
+        handle.remove()
+
+
+class Silent(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_between_operations_is_refused_and_a_default_device_is_not() -> None:
+    model, batch = Between(torch.tanh), rows(4)
+    with Silent(), pytest.raises(PrivacyError, match="TorchFunctionMode is active"):
+        clipped_sum(model, cross_entropy, batch.inputs, batch.targets, clip_norm=1.0)
+    with torch.device("cpu"):
+        clipped_sum(model, cross_entropy, batch.inputs, batch.targets, clip_norm=1.0)
+
+
+class Counting(TorchDispatchMode):
+    seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += func is torch.ops.aten.tanh.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_mode_sees_the_operations_of_a_step() -> None:
+    model, batch = Between(torch.tanh), rows(11)
+    performance = Performance(microbatch_size=11)
+
+    def step() -> None:
+        clipped_sum_of_batch(
+            model, cross_entropy, Rows(batch.inputs, batch.targets, 1), clip_norm=1.0, performance=performance
+        )
+
+    step()
+    with Counting() as mode:
+        step()
+    assert mode.seen == 0
+
+
+class OwnCode(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_parameter_with_code_of_its_own_is_refused() -> None:
+    model, batch = Between(torch.tanh), rows(4)
+    model.second.weight = OwnCode(model.second.weight.detach())
+    with pytest.raises(PrivacyError, match=r"second\.weight is of a tensor type with code of its own"):
+        clipped_sum(model, cross_entropy, batch.inputs, batch.targets, clip_norm=1.0)
+
+
+def test_a_network_in_which_a_unit_reaches_another_is_refused() -> None:
+    network, batch = Between(lambda x: x + x.roll(1, 0)), rows(4)
+
+    class Losses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return cross_entropy(self.network(x), y)
+
+    given = Microbatch((batch.inputs, batch.targets), batch.targets, batch.row_weights_UR)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PrivacyError, match=r"first \(Linear\): a unit's loss depends on the rows of another unit"):
+        planning._refuse_leaks(Losses(), given, OwnershipOverrides())
+
+
 # Our own models
 
 LONG = 3_000_000
 IN_PARTS = ("scatter_linear", "scatter_cnn")
-"""These compute their fixed features for a few images at a time, and the tracer takes the number of parts for a branch."""
+"""Their fixed features are made for a few images at a time; the tracer takes the number of parts for a branch."""
 SMALL = [entry for entry in models.catalogue() if entry.parameters < LONG]
 LARGE = [entry for entry in models.catalogue() if LONG <= entry.parameters < 50_000_000]
 """The three larger ones differ from these in their numbers of blocks and channels only."""

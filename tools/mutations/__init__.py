@@ -15,6 +15,7 @@ from tools.mutations.native import NATIVE
 from tools.mutations.own_code import OWN_CODE
 from tools.mutations.records import LEDGER
 from tools.mutations.reproduce import REPRODUCE
+from tools.mutations.separability import SEPARABILITY
 from tools.mutations.step import DATA, NOISE, OPTIMIZERS
 from tools.mutations.training import TRAINING
 from tools.mutations.transfer import TRANSFER
@@ -37,6 +38,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *TRANSFER,
     *TRUST,
     *OWN_CODE,
+    *SEPARABILITY,
     *VIEWS,
     *MASKS,
     *FAULTS,
