@@ -24,18 +24,18 @@ SIZES = (8, 33, 2, 64, 3, 17, 5)
 WEIGHTS = 30
 
 QUICK_CLEAN = (
-    "cnn", "cnn with dropout", "in-place activations", "norms by row", "resnet", "convnext", "stochastic depth",
-    "coordinate channels", "u-net with Dice of each image", "vit", "swin windows", "lstm over image rows",
-    "tied weights and a layer called twice", "two inputs and two outputs", "loss by index",
+    "cnn", "cnn with dropout", "in-place activations", "resnet", "convnext", "stochastic depth",
+    "u-net with Dice of each image", "vit", "lstm over image rows",
+    "tied weights and a layer called twice", "loss by index",
 )  # fmt: skip
 QUICK_HOSTILE = (
-    "rows flipped and put back", "rows flipped and put back, convolutions", "rows sorted and put back",
-    "rows by a permutation matrix", "rows by negative dimension", "pairs of rows folded", "flattened and convolved",
+    "rows flipped and put back", "rows sorted and put back",
+    "rows by negative dimension", "pairs of rows folded", "flattened and convolved",
     "as_strided over rows", "batch mean", "batch maximum", "softmax over rows", "softmax without a dimension",
-    "rows selected by a mask", "weights by place", "divided by the number of rows", "mixing from 2 rows on",
-    "mixing from 33 rows on", "mixing from 5 rows on, by len", "mixing from 5 rows on, by slicing",
-    "branch on the maximum", "branch without a branch", "branch that hides an error", "images scaled if one is bright",
-    "mixing with gradients only", "mixing outside of an export", "mixup by Python's coin", "mixup by numpy's coin",
+    "weights by place", "divided by the number of rows", "mixing from 2 rows on",
+    "mixing from 33 rows on", "mixing from 5 rows on, by slicing",
+    "branch on the maximum", "branch without a branch", "images scaled if one is bright",
+    "mixing with gradients only", "mixing outside of an export", "mixup by Python's coin",
     "mixup with a random partner", "mixup by the clock", "batch-mean dropout",
     "previous batch in an attribute that is None at first", "previous batch in a list", "previous batch in a buffer",
     "previous batch in a closure", "batch norm", "batch norm by hand", "batch norm with momentum zero",
@@ -46,9 +46,12 @@ QUICK_HOSTILE = (
     "changed later: forward of the class", "hook: a backward hook that mixes", "hook of a tensor that mixes",
     "autograd function: mixing backward", "autograd function: straight through", "operation of one's own",
     "checkpoint, reentrant: honest", "checkpoint, not reentrant: mixing", "jit: scripted, mixing", "sparse embedding",
-    "bag with shifted offsets", "complex parameters", "parametrization: spectral norm", "bfloat16",
+    "complex parameters", "parametrization: spectral norm", "bfloat16",
     "attention with batch_first forgotten", "attention of two dimensions", "a layer called twice, rows rolled between",
-    "in-place sum of neighbours", "model writes into its inputs", "experts with a capacity",
+    "row numbers: zeros like them", "rolled by the number of rows", "attention to keys of another rank",
+    "memory that is not filled", "written through an expanded view by a mask", "random slopes for negative entries",
+    "first labels kept in an object", "first rows kept, if they are not synthetic",
+    "changed later: a backward hook on all modules", "in-place sum of neighbours", "model writes into its inputs",
 )  # fmt: skip
 
 

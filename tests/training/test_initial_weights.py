@@ -388,7 +388,7 @@ def test_a_head_has_settings_of_its_own_where_they_are_left_open(tmp_path: Path,
     values["privacy"]["clip_norm"] = values["optimizer"] = None
     result = train(parse_config(values), run=tmp_path / "run", seed=3)
     chosen = json.loads((tmp_path / "run" / "release" / "config.json").read_text())["optimizer"]
-    assert (chosen["name"], chosen["momentum"]) == ("sgd", 0.0)
+    assert chosen["name"] == "sgd"
     assert chosen["learning_rate"] > 0
     assert result.certificate["mechanism"]["clip_norm"] > 0
 

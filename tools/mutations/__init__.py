@@ -16,6 +16,7 @@ from tools.mutations.own_code import OWN_CODE
 from tools.mutations.private_run import PRIVATE_RUN
 from tools.mutations.records import LEDGER
 from tools.mutations.reproduce import REPRODUCE
+from tools.mutations.separability import SEPARABILITY
 from tools.mutations.step import DATA, NOISE, OPTIMIZERS
 from tools.mutations.training import TRAINING
 from tools.mutations.transfer import TRANSFER
@@ -39,6 +40,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *TRUST,
     *OWN_CODE,
     *PRIVATE_RUN,
+    *SEPARABILITY,
     *VIEWS,
     *MASKS,
     *FAULTS,

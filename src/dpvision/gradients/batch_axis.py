@@ -673,6 +673,18 @@ def along_one(call: Call) -> State:
     return _for_each_result(call, _kept(call, {_dim(dim, call.rank("self"))}))
 
 
+@rule("fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2")
+def fourier(call: Call) -> State:
+    """Follow a Fourier transform along the last dimension or two, or along those that are named."""
+    return _kept(call, _dims(call["dim"], call.rank("self")))
+
+
+@rule("real imag")
+def part_of_complex(call: Call) -> State:
+    """Follow one of the two numbers of each entry."""
+    return call.state("self")
+
+
 @rule("tril triu")
 def triangle(call: Call) -> State:
     """Follow the part of each matrix on one side of a diagonal."""

@@ -55,8 +55,12 @@ from dpvision.privacy.values import Microbatch
 
 _ROWS_TRACED: Final = 7  # of the example; the graph holds for every number from 2 on
 LEAST_ROWS: Final = 2
-_PACKAGE: Final = str(Path(__file__).resolve().parents[1])
-_TORCH: Final = str(Path(torch.__file__).resolve().parent)
+_NOT_USERS: Final = tuple(
+    str(folder)
+    for file, levels in ((Path(torch.__file__), 0), (Path(__file__), 1))
+    for folder in (file.parents[levels], file.resolve().parents[levels])  # a folder may be reached by a link
+)
+"""Where the code is that is not the user's: torch, and this package."""
 _REMEDY: Final = "Treat each row by itself."
 
 
@@ -206,7 +210,7 @@ def _why_not_traced(error: Exception) -> str:
 def _place_in_user_code(error: BaseException) -> str:
     """Return the last line of the traceback that is neither torch's nor ours, as ' in FILE, line N'."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_TORCH, _PACKAGE, "<")):
+        if not frame.filename.startswith((*_NOT_USERS, "<")):
             return f" in {Path(frame.filename).name}, line {frame.lineno},"
     return ""
 
@@ -259,7 +263,7 @@ def _no_outside_state() -> Iterator[None]:
 
     def watched(name: str) -> Callable[[], Any]:
         def clock() -> Any:
-            if not sys._getframe(1).f_code.co_filename.startswith((_TORCH, _PACKAGE, "<")) and _is_own_frame():
+            if not sys._getframe(1).f_code.co_filename.startswith((*_NOT_USERS, "<")) and _is_own_frame():
                 read.append(name)
             return clocks[name]()
 
@@ -747,7 +751,7 @@ class _Builder:
 def _user_line(node: fx.Node) -> str:
     """Return where the user's code called an operation, as ' (FILE, line N)'."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace", "")))
-    own = [(file, number) for file, number in lines if not file.startswith((_TORCH, _PACKAGE))]
+    own = [(file, number) for file, number in lines if not file.startswith(_NOT_USERS)]
     return f" ({Path(own[-1][0]).name}, line {own[-1][1]})" if own else ""
 
 

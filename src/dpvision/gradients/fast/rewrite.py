@@ -117,7 +117,7 @@ def _cell(cell: Any, depth: int) -> Any:
         content = cell.cell_contents
     except ValueError:
         return None  # empty
-    return frozen_callable(content, depth) if isinstance(content, types.FunctionType) else _frozen(content, depth)
+    return _frozen(content, depth)
 
 
 def _own_values(module: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -139,6 +139,8 @@ def _frozen(value: Any, depth: int = 0) -> Any:
         return tuple((_frozen(key, depth + 1), _frozen(item, depth + 1)) for key, item in value.items())
     if isinstance(value, torch.Tensor):
         return id(value), value._version
+    if depth < _DEEPEST and isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        return id(value) if isinstance(value, types.FunctionType) else None, frozen_callable(value, depth + 1)
     if depth < _DEEPEST and _is_own_object(value):
         return id(value), tuple((name, _frozen(item, depth + 1)) for name, item in _attributes_of(value))
     return id(value)
