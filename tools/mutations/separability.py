@@ -51,8 +51,10 @@ SEPARABILITY = (
         ),
         (
             "proof: einsum may bring rows together",
-            "        if letters.count(letter) != wanted:\n",
-            "        if False:\n",
+            "        if letters.count(letter) != wanted:\n"
+            '            raise MixesRows("brings rows together with other rows")\n'
+            "    if len(found) > 1 or result.count(letter) != 1:\n",
+            "        del letters, wanted\n    if result.count(letter) != 1:\n",
         ),
         (
             "proof: elements of other rows may meet",
