@@ -112,7 +112,10 @@ def mixing(outputs, targets):
 def raises(outputs, targets):
     raise LookupError("no such table")
 """
-PLAN = "--num-units 60 --delta 1e-3 --target-epsilon 4 --steps 8 --expected-batch-size 20 --optimizer sgd --learning-rate 0.5"
+PLAN = (
+    "--num-units 60 --delta 1e-3 --target-epsilon 4 --steps 8 --expected-batch-size 20 --optimizer sgd "
+    "--learning-rate 0.5"
+)
 
 
 @pytest.fixture

@@ -104,7 +104,8 @@ def clear_refusals() -> Iterator[None]:
         if "reentrant" in str(error):
             remedy = "Use checkpoint(..., use_reentrant=False)."
         frames = traceback.extract_tb(error.__traceback__)
-        said = "" if frames[-1].filename.startswith(_TORCH) or not str(error) else f": {brief(str(error).rstrip('.'))}"
+        theirs = frames[-1].filename.startswith(_NOT_USERS) or not str(error)
+        said = "" if theirs else f": {brief(str(error).rstrip('.'))}"
         raise ArgumentError(
             f"the model or the loss{place} can't be run on rows of this shape and type ({type(error).__name__}{said}). "
             f"{remedy}"
