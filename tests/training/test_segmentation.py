@@ -269,7 +269,7 @@ def test_the_command_line_takes_pictures_and_masks(tmp_path: Path) -> None:
     plan = ["--steps", "2", "--expected-batch-size", "3", "--evaluations", "1", "--unsafe-seed", "1", "--json"]
     places = [str(tmp_path / "images"), str(tmp_path / "masks"), "--unit-pattern", "^(p[0-9]+)_"]
     public = ["--test", str(tmp_path / "test-images"), "--test-masks", str(tmp_path / "test-masks")]
-    command = ["train", "--task", "segmentation", *places, "--target-epsilon", "3", *small, *plan, *public]
+    command = ["train", "--task", "segmentation", *places, "--target-epsilon", "3", "--anyway", *small, *plan, *public]
     done = CliRunner().invoke(app, [*command, "--num-units", "4", "--output", str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
     figures = json.loads(done.stdout)
