@@ -48,7 +48,7 @@ def demo() -> Recipe:
         source="Demonstration",
         summary="handwritten digits that ship inside scikit-learn; about one minute",
         figure="none: a demonstration",
-        ours="about 90 % at epsilon 3",
+        ours="95.5 ± 0.7 % at epsilon 3 (n = 8)",
         cpu=whole(config),
         reduction="nothing",
     )
