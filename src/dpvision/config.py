@@ -326,6 +326,8 @@ class PrivacyConfig(Settings):
     """Word for what is protected: example, patient, user."""
     adjacency: Adjacency = "add_remove"
     """Which datasets are neighbours."""
+    anyway: bool = False
+    """Train although the forecast calls the plan hopeless."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -517,12 +519,16 @@ class RunConfig(Settings):
     """Points of the curve on the public test set."""
     checkpoint_every: int = Field(default=50, ge=1)
     """Steps between two checkpoints."""
+    baseline: bool = False
+    """Train without privacy too, for comparison; see --public-data. Its result is released only for public images."""
     performance: Performance = Performance()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.pretrained and self.transfer is not None:
             raise ValueError("pretrained=false and transfer exclude each other: leave one of them out")
+        if self.baseline and not self.privacy.enabled:
+            raise ValueError("baseline is for a private run: with --no-privacy the run is itself without privacy")
         if self.loss_sha256 is not None and not is_own(self.loss):
             raise ValueError("loss_sha256 is for an own loss, FILE.py:FUNCTION")
         if self.loss is not None and self.loss not in get_args(LossName) and not is_own(self.loss):
@@ -573,15 +579,21 @@ class RunConfig(Settings):
         return json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n"
 
     def digest(self) -> str:
-        """Return the SHA-256 of what was configured, without the constants that the run itself released."""
-        configured = self.with_normalisation(None, None)
+        """Return the SHA-256 of what was configured, without the constants that the run itself released.
+
+        A baseline beside the run does not count: it changes nothing of the private run.
+        """
+        configured = self.with_normalisation(None, None).model_copy(update={"baseline": False})
         return hashlib.sha256(configured.to_json().encode()).hexdigest()
 
     def public(self) -> RunConfig:
-        """Return what is released of the configuration: names of files and folders without their paths."""
+        """Return what is released of the configuration: names of files and folders without their paths.
+
+        Nothing in it depends on whether a baseline was trained beside the run.
+        """
         paths = ("source", "test", "masks", "test_masks", "unit_csv", "findings", "test_findings")
         names = {name: Path(value).name for name in paths if (value := getattr(self.data, name)) is not None}
-        update: dict[str, Any] = {"data": self.data.model_copy(update={**names, "data_dir": None})}
+        update: dict[str, Any] = {"baseline": False, "data": self.data.model_copy(update={**names, "data_dir": None})}
         if self.transfer is not None:
             update["transfer"] = self.transfer.model_copy(update={"weights": Path(self.transfer.weights).name})
         if self.model is not None and is_own(self.model.name):

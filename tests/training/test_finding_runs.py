@@ -171,7 +171,7 @@ def test_a_run_learns_findings_and_its_release_verifies(labels: Path, tmp_path: 
 
 
 def test_baselines_work_for_findings_too(labels: Path, tmp_path: Path) -> None:
-    result = train(config_of(labels, public_data=True), run=tmp_path / "run", baseline=True)
+    result = train(config_of(labels, public_data=True).model_copy(update={"baseline": True}), run=tmp_path / "run")
     assert result.metrics["baseline"]["mean_auc"] > 0.9
 
 

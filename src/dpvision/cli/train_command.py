@@ -36,21 +36,7 @@ class TrainFlags:
     recipe: Annotated[str | None, typer.Option(help="Settings to start from; `dpvision recipes` lists them.")] = None
     config: Annotated[Path | None, typer.Option(help="TOML file with settings of the run to start from.")] = None
     output: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME-1, -2 …")] = None
-    anyway: Annotated[
-        bool,
-        typer.Option(
-            "--anyway", help="Train although the forecast calls the plan hopeless.", rich_help_panel="Privacy"
-        ),
-    ] = False
     quick: Annotated[bool, typer.Option("--quick", help="Smoke test of a recipe: two steps, synthetic images.")] = False
-    baseline: Annotated[
-        bool,
-        typer.Option(
-            "--baseline",
-            help="Train without privacy too, for comparison; see --public-data.",
-            rich_help_panel=_OUTPUT,
-        ),
-    ] = False
     json: Json = False
     scale: Annotated[
         str,
@@ -81,7 +67,6 @@ def train(given: Given, flags: TrainFlags) -> None:
     # A smoke test must never pass for a release: a seed set by hand stamps it.
     seed = 0 if flags.quick and flags.unsafe_seed is None else flags.unsafe_seed
     # What a user's own code prints must not mix with the results.
-    anyway = flags.anyway or flags.recipe is not None  # a recipe is somebody's decision already
     with closing(TerminalProgress()) as progress, redirect_stdout(sys.stderr):
         result = train_run(
             config,
@@ -89,8 +74,6 @@ def train(given: Given, flags: TrainFlags) -> None:
             seed=seed,
             device=flags.device,
             callback=progress,
-            baseline=flags.baseline,
-            anyway=anyway,
         )
     _finish(result, json=flags.json, quick=flags.quick)
 

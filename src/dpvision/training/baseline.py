@@ -109,6 +109,7 @@ def without_privacy(asked: RunConfig) -> RunConfig:
             "optimizer": None,
             "schedule": ScheduleSettings(),
             "averaging": AveragingSettings(),
+            "baseline": False,
         }
     )
 

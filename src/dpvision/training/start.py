@@ -63,8 +63,6 @@ def train(
     model: object | None = None,
     loss: object | None = None,
     data: object | None = None,
-    baseline: bool = False,
-    anyway: bool = True,
 ) -> RunResult:
     """Train a model and write its release.
 
@@ -84,16 +82,14 @@ def train(
             arrays named as in an .npz file, or a map-style Dataset of such pairs. ``config.data.source`` is its name.
             A private run takes its classes from ``class_names`` or from the test part of the dict, or from
             ``classes`` of the Dataset.
-        baseline: train a non-private baseline on the same images first. Its result is in the release only where the
-            images are public; otherwise it stays in the run's private folder.
-        anyway: train although the forecast calls the plan hopeless.
 
     Returns:
         The outcome, the certificate and the metrics.
 
     Raises:
         ArgumentError: the configuration or the user's own code is impossible, or the plan would spend more than its
-            target epsilon, or it is hopeless and ``anyway`` is not set. Nothing is written then, but a charged count.
+            target epsilon, or it is hopeless and ``config.privacy.anyway`` is not set. Nothing is written then, but a
+            charged count.
         PrivacyError: the model mixes units.
         DataError: the data can't be read.
 
@@ -101,13 +97,9 @@ def train(
     under the assumptions of docs/concepts/guarantee.md.
     """
     callback = callback or RunCallback()
-    if baseline and not config.privacy.enabled:
-        raise ArgumentError("baseline is for a private run: with --no-privacy the run is itself without privacy.")
     config, code = load_run_code(config, model=model, loss=loss)
-    session, prepared = start_run(
-        config, Path(run), seed=seed, device=device, callback=callback, code=code, data=data, anyway=anyway
-    )
-    if baseline:
+    session, prepared = start_run(config, Path(run), seed=seed, device=device, callback=callback, code=code, data=data)
+    if config.baseline:
         train_baseline(session, config, callback=callback, code=code, data=data)
     return run_to_release(session, callback, choices=prepared.choices, notes=prepared.notes)
 
@@ -133,16 +125,9 @@ def train_baseline(
     """
     stored = session.folder.load_key()
     callback.message("training the baseline without privacy first …")
-    other, prepared = start_run(
-        without_privacy(asked),
-        session.folder.private / BASELINE,
-        seed=None,
-        device=session.device,
-        callback=callback,
-        code=code,
-        data=data,
-        holdout=holdout_keys(stored.keys, stored.run_id),
-    )
+    prepared = prepare(without_privacy(asked), holdout_keys(stored.keys, stored.run_id), data)
+    path, keys = session.folder.private / BASELINE, Keys.from_os_entropy()
+    other, prepared = write_first_state(prepared, path, keys=keys, device=session.device, callback=callback, code=code)
     result = run_to_release(other, callback, choices=prepared.choices)
     if result.outcome == "stopped":
         raise KeyboardInterrupt  # the user wants the whole command to end; the private run can be resumed
@@ -160,19 +145,26 @@ def start_run(
     callback: RunCallback | None = None,
     code: RunCode = NO_CODE,
     data: object | None = None,
-    holdout: Keys | None = None,
-    anyway: bool = True,
 ) -> tuple[Session, Prepared]:
-    """Make a new run in the order above. Nothing is written before data, plan and model have been checked.
-
-    ``holdout`` keeps the held-out units of another run.
-    """
+    """Make a new run in the order above. Nothing is written before data, plan and model have been checked."""
     RunFolder.require_new(path)
     keys = Keys.from_os_entropy() if seed is None else Keys.from_seed(seed)
-    run_id = keys.derive("run")[:8].hex()
-    prepared = prepare(config, holdout or holdout_keys(keys, run_id), data)
+    prepared = prepare(config, holdout_keys(keys, run_id_of(keys)), data)
+    return write_first_state(prepared, path, keys=keys, device=device, callback=callback or RunCallback(), code=code)
+
+
+def run_id_of(keys: Keys) -> str:
+    """Return the public name of the run that has these keys."""
+    return keys.derive("run")[:8].hex()
+
+
+def write_first_state(
+    prepared: Prepared, path: Path, *, keys: Keys, device: str, callback: RunCallback, code: RunCode
+) -> tuple[Session, Prepared]:
+    """Check the model of a resolved configuration, then write the run's folder with its state before the first step."""
+    run_id = run_id_of(keys)
     config, splits = prepared.config, prepared.splits
-    if prepared.forecast is not None and prepared.forecast.hopeless and not anyway:
+    if prepared.forecast is not None and prepared.forecast.hopeless and not config.privacy.anyway:
         refuse_hopeless(prepared, path, keys, run_id)
 
     model, stages = model_and_stages(config, splits, device, code)
@@ -183,7 +175,7 @@ def start_run(
     facts = own_code_facts(code, model, loss_of(config, splits, code), synthetic_like(splits, device))
     choose_gradient_plans(model, stages, config, splits, device, code)
     if prepared.forecast is not None:
-        (callback or RunCallback()).message(prepared.forecast.text)
+        callback.message(prepared.forecast.text)
 
     binding = run_binding(config, splits, run_id=run_id, device=device) | facts
     first_keys = bound_keys(keys, binding, fork=0)
@@ -201,9 +193,7 @@ def start_run(
     folder.write_whole_config(config.to_json())
     folder.write_config(config.public().to_json())
 
-    features = split_features(
-        stages[0], config, splits, normalisation=normalisation, device=device, callback=callback or RunCallback()
-    )
+    features = split_features(stages[0], config, splits, normalisation=normalisation, device=device, callback=callback)
     binding = with_features(run_binding(config, splits, run_id=run_id, device=device) | facts, features)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
     session = Session(
