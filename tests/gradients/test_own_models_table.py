@@ -100,8 +100,8 @@ def test_every_hostile_model_is_refused_or_separable_with_any_weights(case: Case
         verdict = judge(case, trial)
         assert verdict.problems == [], trial
         refused += not verdict.accepted
-        if refused == len(SIZES):
-            return  # at every size: what refuses it is the code, which the other weights share
+        if refused == 3:  # at 8, 33 and 2 rows: what refuses it is the code, which other weights and sizes share
+            return
 
 
 # ----------------------------------------------------------------------------------------------------- the judge itself

@@ -48,6 +48,7 @@ def tiny_config(source: Path, **changes: Any) -> RunConfig:
             "expected_batch_size": 20.0,
             "steps": 12,
             "clip_norm": 0.7,
+            "anyway": True,
         },
         "optimizer": {"name": "sgd", "learning_rate": 0.5, "momentum": 0.5},
         "averaging": {"kind": "ema", "decay": 0.9},

@@ -68,7 +68,9 @@ def forecast(config: RunConfig, *, num_classes: int, linear_head: bool) -> Forec
         steps=mechanism.steps,
         noise_multiplier=mechanism.noise_multiplier,
     )
-    given = f"{mechanism.num_units} units at epsilon {config.privacy.target_epsilon or math.inf:g}"
+    target = config.privacy.target_epsilon
+    budget = f"noise multiplier {mechanism.noise_multiplier:.3g}" if target is None else f"epsilon {target:g}"
+    given = f"{mechanism.num_units} units at {budget}"
     if config.task == "segmentation":
         if signal < LEAST_MASK_SIGNAL:
             remedy = _remedy(config, LEAST_MASK_SIGNAL / signal)
