@@ -137,6 +137,27 @@ def test_a_refusal_says_in_our_words_what_is_wrong(between: Callable[[Tensor], T
     assert not re.search(r"\n|Traceback|SymInt|FakeTensor|torch\._|torch\.export|GuardOn|Dim\(", text)
 
 
+def caught(read: Callable[[Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    """A step that hides what the tracer says about it."""
+
+    def between(x: Tensor) -> Tensor:
+        try:
+            return x / 255 if read(x) else x
+        except Exception:  # noqa: BLE001
+            return x
+
+    return between
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: x.max() > 5, lambda x: torch.equal(x, x.clamp(max=5)), lambda x: len(x[x > 5])],
+    ids=["branch", "equal", "count"],
+)
+def test_code_that_reads_values_and_hides_the_tracers_error_is_refused(read: Callable[[Tensor], Any]) -> None:
+    assert "branches on values" in refusal(caught(read))
+
+
 @pytest.mark.parametrize(
     ("between", "source"),
     [

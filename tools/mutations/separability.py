@@ -170,6 +170,11 @@ SEPARABILITY = (
             "            if False:\n                spec",
         ),
         (
+            "proof: code may hide that it reads values",
+            "    if read:  # and",
+            "    if False:  # and",
+        ),
+        (
             "proof: rows may write into memory that they share",
             "            if isinstance(self._states[node], Rows) and self._states[root] == FREE:\n",
             "            if False:\n",

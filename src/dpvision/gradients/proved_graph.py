@@ -30,8 +30,10 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dpvision.errors import ArgumentError, DPVisionError, PrivacyError, brief
@@ -181,11 +183,41 @@ def _exported(step: _Step, tensors: Sequence[Tensor]) -> ExportedProgram:
         module.training = modes[id(module)]
     with _silenced(), _symbolic_len(), _no_outside_state(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         try:
-            return export(step, examples, dynamic_shapes=(tuple({0: rows} for _ in examples),), strict=False)
+            with _reads_of_values() as read:
+                program = export(step, examples, dynamic_shapes=(tuple({0: rows} for _ in examples),), strict=False)
         except PrivacyError:
             raise
         except Exception as error:
             raise PrivacyError(_why_not_traced(error)) from error
+    if read:  # and the code went on, in an except block
+        raise PrivacyError(_why_not_traced(read[0]))
+    return program
+
+
+@contextmanager
+def _reads_of_values() -> Iterator[list[Exception]]:
+    """Collect the errors that the tracer raises where code reads a value, also those that the code catches itself.
+
+    The graph would freeze what the code does in its except block. As with clocks, that is about honesty.
+    """
+    found: list[Exception] = []
+    kinds = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+    usual = [kind.__init__ for kind in kinds]
+
+    def noted(init: Callable[..., None]) -> Callable[..., None]:
+        def create(error: Exception, *args: Any, **settings: Any) -> None:
+            init(error, *args, **settings)
+            found.append(error)
+
+        return create
+
+    for kind, init in zip(kinds, usual, strict=True):
+        kind.__init__ = noted(init)
+    try:
+        yield found
+    finally:
+        for kind, init in zip(kinds, usual, strict=True):
+            kind.__init__ = init
 
 
 def _why_not_traced(error: Exception) -> str:
