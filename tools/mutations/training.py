@@ -9,7 +9,7 @@ TRAINING = (
         "training/test_forecast",
         "training/start.py",
         ("a refused count is not charged", "header, charges=counted)\n        text", "header)\n        text"),
-        ("a hopeless plan is trained", "prepared.forecast.hopeless and not anyway:", "False:"),
+        ("a hopeless plan is trained", "prepared.forecast.hopeless and not config.privacy.anyway:", "False:"),
     ),
     *mutations(
         "training/test_forecast",
