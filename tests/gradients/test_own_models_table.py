@@ -51,6 +51,7 @@ QUICK_HOSTILE = (
     "row numbers: zeros like them", "rolled by the number of rows", "attention to keys of another rank",
     "memory that is not filled", "written through an expanded view by a mask", "random slopes for negative entries",
     "first labels kept in an object", "first rows kept, if they are not synthetic",
+    "changed later: a global", "changed later: the environment", "branch that hides an error",
     "changed later: a backward hook on all modules", "in-place sum of neighbours", "model writes into its inputs",
 )  # fmt: skip
 
@@ -111,7 +112,8 @@ TRUSTED_WHY = ("honest", "the outputs are separable", "proved once, changed afte
 TRUSTED = (
     "autograd function: custom vmap rule", "mixing if not contiguous, convolutions", "mixing by the caller's name",
     "loss: rows in another order", "loss: losses sorted", "loss: has parameters of its own",
-    "hook: a parameter hook that scales",
+    "hook: a parameter hook that scales", "mixing by depth of the stack", "diagonal at the number of rows",
+    "memory that is not filled",
 )  # fmt: skip
 FOUND = [case for case in HOSTILE if not (case.why.startswith(TRUSTED_WHY) or case.name in TRUSTED)]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
+import os
 import random
 import types
 from collections.abc import Callable, Iterator
@@ -80,15 +81,34 @@ def frozen_values(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _code_of(kind: type[nn.Module]) -> tuple[Any, Any]:
-    """Return a class and what its forward depends on, which a user may replace too."""
-    forward = inspect.getattr_static(kind, "forward", None)  # that of compiled modules can't be asked for
-    if kind.__module__.startswith(("torch.", "dpvision.")):
-        return kind, forward
-    return kind, frozen_callable(forward)
+    """Return a class and what its methods depend on, which a user may replace too."""
+    if _is_ours(kind):
+        return kind, inspect.getattr_static(kind, "forward", None)  # that of compiled modules can't be asked for
+    members = (member for part in kind.__mro__ if not _is_ours(part) for member in vars(part).items())
+    return kind, tuple((name, _member(value)) for name, value in members if name not in _NOT_IN_A_CALL)
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__ == "builtins" or kind.__module__.startswith(("torch.", "dpvision."))
+
+
+_NOT_IN_A_CALL: Final = frozenset({"__init__", "__module__", "__doc__", "__dict__", "__weakref__", "__annotations__"})
+_METHOD_DEPTH: Final = 3  # of what classes and globals hold: they are looked at in every step
+
+
+def _member(value: Any) -> Any:
+    """Return what a method, property or value of a class depends on."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    return frozen_callable(value, _METHOD_DEPTH)
 
 
 def frozen_callable(function: Any, depth: int = 0) -> Any:
-    """Return everything that a call of a function depends on: code, defaults, closure and bound object.
+    """Return everything that a call of a function depends on: code, defaults, closure, bound object, globals.
+
+    Globals are those that the code names: plain values, and containers, functions and objects of the user's own code.
 
     Args:
         function: a function, method, partial, module or other callable object.
@@ -104,12 +124,20 @@ def frozen_callable(function: Any, depth: int = 0) -> Any:
     if isinstance(function, types.MethodType):
         return frozen_callable(function.__func__, depth + 1), _frozen(function.__self__, depth + 1)
     if isinstance(function, types.FunctionType):
-        held = function.__globals__
-        outside = tuple((n, held[n]) for n in function.__code__.co_names if n in held and isinstance(held[n], _PLAIN))
+        outside = _globals_of(function, max(depth + 1, _METHOD_DEPTH))
         settings = (_frozen(part, depth + 1) for part in (function.__defaults__, function.__kwdefaults__))
         cells = (_cell(cell, depth + 1) for cell in function.__closure__ or ())
         return function.__code__, *settings, *cells, outside
     return _frozen(function, depth)
+
+
+def _globals_of(function: types.FunctionType, depth: int) -> tuple[Any, ...]:
+    """Return the globals and the environment variables that a function may read."""
+    names, held = function.__code__.co_names, function.__globals__
+    if "site-packages" in function.__code__.co_filename:  # of libraries, which keep caches of their own
+        return tuple((name, held[name]) for name in names if isinstance(held.get(name), _PLAIN))
+    variables = tuple(os.environ.items()) if "environ" in names or "getenv" in names else ()
+    return *((name, _frozen(held[name], depth)) for name in names if name in held), variables
 
 
 def _cell(cell: Any, depth: int) -> Any:
@@ -150,7 +178,7 @@ def _is_own_object(value: Any) -> bool:
     """Return whether a value is an object with settings of its own: no module, function or class, nothing of torch."""
     kind = type(value)
     opaque = isinstance(value, (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType))
-    return not opaque and not kind.__module__.startswith(("torch", "numpy", "builtins"))
+    return not opaque and not kind.__module__.startswith(("torch", "numpy", "builtins", "logging", "threading"))
 
 
 def _attributes_of(value: Any) -> list[tuple[str, Any]]:
