@@ -133,6 +133,7 @@ def train_baseline(
     """
     stored = session.folder.load_key()
     callback.message("training the baseline without privacy first …")
+    callback_of_run, callback = callback, callback.of_baseline()
     other, prepared = start_run(
         without_privacy(asked),
         session.folder.private / BASELINE,
@@ -148,7 +149,7 @@ def train_baseline(
         raise KeyboardInterrupt  # the user wants the whole command to end; the private run can be resumed
     record_baseline(session, other)
     if not images_are_declared_public(session.config):
-        callback.message(f"the baseline's result is in {session.folder.private}: {NEVER_PUBLISH}.")
+        callback_of_run.message(f"the baseline's result is in {session.folder.private}: {NEVER_PUBLISH}.")
 
 
 def start_run(
