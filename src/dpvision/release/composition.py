@@ -187,8 +187,8 @@ def spent_together(bills: Sequence[Bill], *, disjoint: bool = False) -> dict[str
 
     Guarantee:
         Epsilon is an upper bound for each unit: the sum of all runs, or, of data declared disjoint, the largest of the
-        sums, all at the largest delta. It is void if the initial weights of a run come from a private run that is not
-        among them.
+        sums. All are at the smallest of the deltas, so that the sum is at least each single epsilon. It is
+        void if the initial weights of a run come from a private run that is not among them.
     """
     seen: dict[str, str] = {}
     for bill in bills:
@@ -196,7 +196,7 @@ def spent_together(bills: Sequence[Bill], *, disjoint: bool = False) -> dict[str
             raise ArgumentError(f"{seen[bill.head]} and {bill.run} are the same run: give it once.")
         seen[bill.head] = bill.run
     deltas = [bill.delta for bill in bills if bill.delta is not None]
-    delta = max(deltas, default=None)
+    delta = min(deltas, default=None)
     known = {bill.run_id for bill in bills}
     missing = [(bill.run, run) for bill in bills for run in bill.earlier if run not in known]
     everything = composed(bills, delta=delta)

@@ -1,9 +1,9 @@
 """Logs of a run for other programs: CSV, TensorBoard, Weights & Biases, MLflow.
 
-A log holds what a run may publish anyway: at each evaluation the step, epsilon and the metrics of the public test split.
-It holds no loss or norm of private images and no batch size. It holds no time either: how long the steps took depends
-on how many units were drawn. So all events of a TensorBoard file have the time of its beginning, and values for
-services, which add the time at which they arrive, are sent when the run has ended.
+A log holds what a run may publish anyway: at each evaluation the step, epsilon and the metrics of the public test
+split. It holds no loss or norm of private images and no batch size. It holds no time either, because how long the steps
+took depends on how many units were drawn: all events of a TensorBoard file have the time of its beginning, and values
+for services, which add the time at which they arrive, are sent when the run has ended.
 """
 
 from __future__ import annotations

@@ -192,6 +192,7 @@ def start_run(
 
     folder = RunFolder.create(path)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
+    folder.note_start()
     header = ledger_header(config, run_id, hand_seeded=keys.hand_seeded)
     counted = [event for event, _ in count_charges(config)]  # the header shows the number: charged with it
     ledger = Ledger.create(folder.ledger_path, header, charges=counted)
