@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -35,7 +35,7 @@ class RunSummary:
             release); or failed (it ended in an error, or a file is damaged).
         why: the reason of an unsafe or failed run.
         steps: training steps that were charged, and planned; None without privacy.
-        epsilon: of everything in the ledger, 0 before the first charge; None where there is no guarantee.
+        epsilon: of everything in the ledger, 0 before the first charge; None without privacy.
         delta: of the guarantee.
         facts: the public files of a run that has a certificate.
         bill: what it spent; None if it spent nothing.
@@ -141,16 +141,16 @@ def describe_run(path: Path) -> RunSummary:
         spent = folder.ledger_path.exists() or any(folder.checkpoints.glob("*"))
         bill = Bill(run=path.name, source=None, voids=(UNREADABLE,)) if spent else None
         return RunSummary(path=path, state=state, why=why, bill=bill)
-    known = {"path": path, "data": data, "model": model, "facts": facts, "bill": bill}
+    known = RunSummary(path=path, data=data, model=model, facts=facts, bill=bill, state="failed")
     if bill is not None and UNREADABLE in bill.voids:
-        return RunSummary(**known, state="failed", why=UNREADABLE)
-    steps, enabled = _steps(folder)
-    spent = {"epsilon": 0.0, "delta": None} if enabled else {"epsilon": None, "delta": None}
-    if bill is not None and enabled:
-        priced = composed([Bill(run=bill.run, source=None, charges=bill.charges, delta=bill.delta)])
-        spent = {"epsilon": priced["epsilon"], "delta": priced["delta"]}
+        return replace(known, why=UNREADABLE)
+    steps, private = _steps(folder)
+    epsilon, delta = (0.0 if private else None), None
+    if bill is not None and private:
+        spent = composed([replace(bill, voids=())])  # of the mechanism, also where a run is not for release
+        epsilon, delta = spent["epsilon"], spent["delta"]
     state, why = _state(folder, facts, steps)
-    return RunSummary(**known, **spent, state=state, why=why, steps=steps)
+    return replace(known, state=state, why=why, steps=steps, epsilon=epsilon, delta=delta)
 
 
 def _texts(config: dict[str, Any]) -> tuple[str | None, str | None]:
