@@ -83,8 +83,10 @@ def score_chart(
         axes.locator_params(axis="y", nbins=6)
         if baseline is not None:
             axes.axhline(baseline, color=_FAINT, linewidth=1.5, dashes=(4, 4), clip_on=False)
-            # On the side of the dashed line that the curve's beginning is not on.
-            above = points[0][1] < baseline
+            # On the side of the dashed line that the curve's beginning is not on, but never on the axis.
+            lowest, highest = axes.get_ylim()
+            room = (baseline - lowest) / (highest - lowest) * _LABEL_FIELD
+            above = points[0][1] < baseline or room < 1.5 * _LABEL_HEIGHT
             text = f"{baseline_name} {shown(baseline, '.1f')}"
             _label(axes, text, (0, baseline), offset=(6, 6 if above else -17), colour=_SOFT)
         axes.plot(*zip(*points, strict=True), "o-", color=_ACCENT, markersize=4, linewidth=2.5, clip_on=False)
