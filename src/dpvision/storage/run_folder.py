@@ -419,13 +419,14 @@ class RunFolder:
         self._write(self.release / MANIFEST, json_bytes(hashes))
 
     def release_is_whole(self) -> bool:
-        """Whether there is a certificate, and every file has the hash that the manifest states."""
+        """Whether there is a certificate, and the files are those of the manifest, with the hashes that it states."""
         path = self.release / MANIFEST
         if not path.exists() or not (self.release / CERTIFICATE).exists():
             return False
         hashes = parse_object(read_file(path), name=str(path))
-        files = [name for name in release_files(self.release) if name in hashes]
-        return len(files) == len(hashes) and all(file_sha256(self.release / name) == hashes[name] for name in files)
+        if release_files(self.release) != sorted(hashes):
+            return False
+        return all(file_sha256(self.release / name) == known for name, known in hashes.items())
 
     def _require_of_ledger(self, certificate: Mapping[str, Any]) -> tuple[Entry, ...]:
         """Require a certificate that was made from the ledger as it is on disk, and return the ledger's entries."""
