@@ -104,6 +104,9 @@ def test_a_finished_run_whose_release_is_damaged_is_released_again(tmp_path: Pat
     assert resume_training(tmp_path / "run", callback=heard).outcome == "finished"
     assert heard.steps == 0
     assert verify(tmp_path / "run").ok
+    (tmp_path / "run" / "release" / ".metrics.json.x1.tmp").write_text("half")  # of a writer that was killed
+    assert resume_training(tmp_path / "run").outcome == "finished"
+    assert verify(tmp_path / "run").ok
 
 
 def test_the_directory_of_the_start_is_recorded_in_private_alone(home: Path) -> None:
