@@ -239,7 +239,7 @@ class RunFolder:
         import fcntl
 
         try:
-            descriptor = os.open(self.private / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = os.open(self.private / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             return False
         try:
