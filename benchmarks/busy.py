@@ -32,7 +32,7 @@ EAGER: Final = "eager"
 UNBOUNDED: Final = "runtime's own"
 BOUNDED: Final = "bounded"
 SETTINGS: Final[Mapping[str, Mapping[str, str]]] = {
-    UNBOUNDED: {},
+    UNBOUNDED: {"KMP_LIBRARY": "throughput"},  # its default, without effect on libgomp: dpvision then sets no bound
     "passive": {"OMP_WAIT_POLICY": "passive"},
     BOUNDED: {"GOMP_SPINCOUNT": str(SPIN_COUNT)},
 }

@@ -55,6 +55,13 @@ def test_the_bound_is_set_before_torch_is_imported() -> None:
     assert run(_SHOWN) == f"True {SPIN_COUNT} False"
 
 
+def test_importing_the_library_sets_the_bound_unless_torch_came_first() -> None:
+    shown = "import os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    assert run(f"import dpvision; {shown}") == str(SPIN_COUNT)
+    assert run(f"import torch; import dpvision; {shown}") == "None"
+    assert run(f"import dpvision; {shown}", OMP_WAIT_POLICY="passive") == "None"
+
+
 @pytest.mark.parametrize("name", VARIABLES)
 def test_what_the_user_has_set_is_not_overridden(name: str) -> None:
     value = "ACTIVE" if name == "OMP_WAIT_POLICY" else "7"

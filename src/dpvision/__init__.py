@@ -3,12 +3,16 @@
 The names below are the public interface; everything else may move. Each is imported on first use, so that
 ``import dpvision`` is fast and does not import torch. The packages (``dpvision.accounting``, ``dpvision.models``, …)
 are attributes too, and list their own public names.
+
+Imported before torch, dpvision bounds how long idle threads spin (``dpvision.openmp``).
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from dpvision.openmp import bound_spinning
 
 if TYPE_CHECKING:
     from dpvision.config import RunConfig
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from dpvision.training import resume_training, train
     from dpvision.training.private_run import PrivateRun, count_units
 
+bound_spinning()  # without effect if torch is imported already, or if the user has decided
 __version__ = "0.1.0"
 __all__ = [
     "ClippedSum",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ Task = Literal["classification", "segmentation"]
 LossName = Literal["cross_entropy", "dice", "dice_cross_entropy", "binary_cross_entropy"]
 KNOWN_DATASETS: Final = ("digits", "mnist", "fashionmnist", "cifar10", "cifar100")
 """Names of data sources that are not paths."""
+_PATHS = ("source", "test", "masks", "test_masks", "unit_csv", "findings", "test_findings")
+"""Fields of ``DataConfig`` that may be paths."""
 Option = bool | int | float | str
 T = TypeVar("T")
 """Problems of a configuration that one message names."""
@@ -591,8 +593,7 @@ class RunConfig(Settings):
 
         Nothing in it depends on whether a baseline was trained beside the run.
         """
-        paths = ("source", "test", "masks", "test_masks", "unit_csv", "findings", "test_findings")
-        names = {name: Path(value).name for name in paths if (value := getattr(self.data, name)) is not None}
+        names = {name: Path(value).name for name in _PATHS if (value := getattr(self.data, name)) is not None}
         update: dict[str, Any] = {"baseline": False, "data": self.data.model_copy(update={**names, "data_dir": None})}
         if self.transfer is not None:
             update["transfer"] = self.transfer.model_copy(update={"weights": Path(self.transfer.weights).name})
@@ -601,6 +602,24 @@ class RunConfig(Settings):
         if self.loss is not None and is_own(self.loss):
             update["loss"] = Path(self.loss).name
         return self.model_copy(update=update)
+
+    def found_from(self, folders: Sequence[Path | None]) -> RunConfig:
+        """Return the same configuration with relative paths of the data as they are in the first folder that has them.
+
+        Args:
+            folders: where to look, in this order; None is passed over.
+
+        Returns:
+            The configuration for reading the data, not for a digest. What is in none of the folders stays as it is.
+        """
+
+        def found(value: str) -> str:
+            places = (folder / value for folder in folders if folder is not None)
+            return next((str(place) for place in places if place.exists()), value)
+
+        given = {name: getattr(self.data, name) for name in (*_PATHS, "data_dir")}
+        moved = {name: found(v) for name, v in given.items() if v is not None and v not in KNOWN_DATASETS}
+        return self.model_copy(update={"data": self.data.model_copy(update=moved)})
 
     def with_normalisation(self, mean: tuple[float, ...] | None, std: tuple[float, ...] | None) -> RunConfig:
         """Return the same configuration with these pixel constants, one for each channel."""

@@ -22,18 +22,21 @@ BLOCK_TIME: Final = 1
 """Milliseconds for runtimes of Intel and LLVM, instead of 200; libgomp ignores it."""
 
 
+_BOUNDS: Final = {"GOMP_SPINCOUNT": str(SPIN_COUNT), "KMP_BLOCKTIME": str(BLOCK_TIME)}
+
+
 def bound_spinning() -> bool:
     """Let idle OpenMP threads spin for less than a millisecond, in this process and those that it starts.
 
-    The ``dpvision`` command calls it. In a program of your own, call it before torch is imported. No result depends on
-    it, only the time that a step takes beside other work.
+    ``import dpvision`` calls it. A program that imports torch first keeps torch's own setting. No result depends on it,
+    only the time that a step takes beside other work.
 
     Returns:
-        Whether it was set. False if the user has set one of ``VARIABLES``, or if torch is imported already: its OpenMP
-        runtime has read its settings by then.
+        Whether the bound is in force. False if the user has set one of ``VARIABLES`` to something else, or if torch is
+        imported already: its OpenMP runtime has read its settings by then.
     """
-    if "torch" in sys.modules or any(name in os.environ for name in VARIABLES):
+    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    if "torch" in sys.modules or given not in ({}, _BOUNDS):
         return False
-    os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
-    os.environ["KMP_BLOCKTIME"] = str(BLOCK_TIME)
+    os.environ.update(_BOUNDS)
     return True

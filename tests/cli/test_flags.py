@@ -25,7 +25,7 @@ FLAGS = {
         --checkpoint-every --clip-norm --clipping --config --count-noise-multiplier --crop-padding --data-dir --delta
         --device --epochs --erasing --evaluations --expected-batch-size --feature-precision --findings
         --findings-columns --flip
-        --head-steps --holdout --image-size --initialisation --json --kernels --learning-rate --licence --loss
+        --head-steps --holdout --image-size --initialisation --json --kernels --learning-rate --licence --log --loss
         --mask-classes --memory-mib --microbatch-size --model --momentum --most-rows-per-owner --name --nesterov
         --no-channels-last --no-pretrained --no-privacy --noise-multiplier --normalisation --num-units --only-foreground
         --optimizer --option --output --padding --privacy-unit --public-data --quick --recipe --rotation --rows-per-unit
@@ -33,7 +33,7 @@ FLAGS = {
         --statistics-noise-multiplier --steps --target-epsilon --task --test --test-findings --test-masks --threads
         --trained --transfer-source --transfer-weights --unit-column --unit-csv --unit-folder-level --unit-norm
         --unit-pattern --units --unsafe-seed --views --volume-axis --warmup-steps --weight-decay --window""",
-    "resume": "--device --fork --json --loss --model --threads",
+    "resume": "--device --fork --json --log --loss --model --threads",
     "plan": """--adjacency --delta --epochs --expected-batch-size --json --noise-multiplier --num-units --plot
         --scale-down --scale-up --steps --target-epsilon""",
     "epsilon": """--adjacency --delta --epochs --expected-batch-size --json --most-rows-per-owner --noise-multiplier
@@ -49,6 +49,8 @@ FLAGS = {
     "sign": "--json --key",
     "keygen": "--json --password",
     "report": "--json --output",
+    "runs": "--json",
+    "compare": "--disjoint --json --output",
     "check": "--image-size --in-channels --json --num-classes --option",
     "models": "--json",
     "recipes": "--json",

@@ -18,9 +18,10 @@ from dpvision.errors import ArgumentError, DPVisionError
 from dpvision.papers import all_recipes, find_recipe
 from dpvision.papers import reproduce as job
 from dpvision.papers.reproduce import Failure, RowResult, RunResult, reproduce
-from dpvision.papers.table_cost import Bill, released_together
+from dpvision.papers.table_cost import released_together
 from dpvision.papers.table_page import draw_table, markdown
 from dpvision.papers.tables import Row, Table, all_tables, find_table
+from dpvision.release.composition import Bill
 from dpvision.training.callbacks import RunCallback, StopRequest
 from reproduce_runs import RELU, STEP, TANH, TWO, quick, spend
 

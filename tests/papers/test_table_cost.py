@@ -12,9 +12,10 @@ import torch
 from dpvision.accounting import guarantee
 from dpvision.errors import DPVisionError
 from dpvision.papers.reproduce import RowResult, RunResult, reproduce
-from dpvision.papers.table_cost import UNREADABLE, Bill, composed, read_bills, released_together
+from dpvision.papers.table_cost import read_bills, released_together
 from dpvision.papers.table_page import markdown, release_lines
 from dpvision.papers.tables import Row
+from dpvision.release.composition import UNREADABLE, Bill, composed
 from dpvision.release.statements import HAND_SEEDED
 from dpvision.storage.files import json_bytes
 from dpvision.training.callbacks import RunCallback

@@ -1,4 +1,4 @@
-"""Breakages of what a table of runs claims, and of what a plan shows."""
+"""Breakages of what several runs claim together, of logs, and of what a plan shows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ REPRODUCE = (
         "papers/test_table_cost",
         "papers/table_cost.py",
         ("failed and stopped runs are free", "if path.is_dir())", 'if (path / "certificate.json").exists())'),
+        ("unknown data is nobody's", "composed([*group, *unknown])", "composed(group)"),
+        ("parts of a dataset are another one", '"cifar100" if source in subset_sources() else source', "source"),
+        ("every run saw its own data", "setdefault(bill.source, [])", "setdefault(bill.run, [])"),
+    ),
+    *mutations(
+        "papers/test_table_cost",
+        "release/composition.py",
         ("no stamp voids", "voids=tuple(stamp for stamp in stamps if stamp not in passed),", "voids=(),"),
         ("a certificate's own stamps are not read", "    if path.exists():\n", "    if False:\n"),
         (
@@ -22,14 +29,62 @@ REPRODUCE = (
             "        return None\n",
         ),
         ("a ledger that was taken away is free", "if not marks and not folder", "if not folder"),
-        ("unknown data is nobody's", "composed([*group, *unknown])", "composed(group)"),
-        ("parts of a dataset are another one", '"cifar100" if source in subset_sources() else source', "source"),
-        ("every run saw its own data", "setdefault(bill.source, [])", "setdefault(bill.run, [])"),
         ("only the first run counts", "charge for bill in bills for", "charge for bill in bills[:1] for"),
         (
             "adjacencies are mixed",
             "    if len({(bill.adjacency, bill.privacy_unit) for bill in bills}) > 1:\n",
             "    if False:\n",
+        ),
+    ),
+    *mutations(
+        "release/test_composition",
+        "release/composition.py",
+        ("different data never add up", "    if not disjoint:\n", "    if False:\n"),
+        ("disjoint data cost the least", "worst = max(groups", "worst = min(groups"),
+        ("unknown data is disjoint from all", "if bill.source in (name, None)]", "if bill.source == name]"),
+        ("a sum is below its parts", "delta = min(deltas", "delta = max(deltas"),
+        ("earlier private runs are free", "if run not in known]", "if False]"),
+        ("a disjoint void is forgotten", 'or everything["void"] is not None:\n', "or False:\n"),
+    ),
+    *mutations(
+        "release/test_run_states",
+        "release/comparison_page.py",
+        ("a release that does not verify counts", "    if not problems:\n        return run\n", "    return run\n"),
+        ("the same images pass for disjoint", "and data == other_data:", "and False:"),
+    ),
+    *mutations(
+        "release/test_run_states",
+        "release/run_states.py",
+        ("a damaged run is free", "voids=(UNREADABLE,)) if spent else None", "voids=()) if False else None"),
+        ("a run that is not for release is finished", '        return "unsafe", reasons[0]\n', "        pass\n"),
+    ),
+    *mutations(
+        "training/test_run_logs",
+        "training/run_logs.py",
+        ("a log takes unsafe values", '        and not name.startswith("unsafe_")\n', ""),
+        (
+            "events have times",
+            'b"\\x09" + struct.pack("<d", self._time)',
+            'b"\\x09" + struct.pack("<d", time.time())',
+        ),
+        (
+            "services are told at once",
+            '        self._points.append((int(point["step"]), values))\n',
+            '        self._points.append((int(point["step"]), values))\n        self.finished()\n',
+        ),
+    ),
+    *mutations(
+        "training/test_run_logs",
+        "training/start.py",
+        ("the baseline is logged", "callback, callback.of_baseline()", "callback, callback"),
+    ),
+    *mutations(
+        "training/test_resume_elsewhere",
+        "storage/run_folder.py",
+        (
+            "a damaged release is finished",
+            "        if release_files(self.release) != sorted(hashes):\n",
+            "        if False:\n",
         ),
     ),
     *mutations(

@@ -21,8 +21,8 @@ from dpvision.cli.paper_commands import recipes, reproduce
 from dpvision.cli.plan_command import plan
 from dpvision.cli.predict_command import evaluate, predict
 from dpvision.cli.release_commands import keygen, report, sign, verify
+from dpvision.cli.run_commands import compare, runs
 from dpvision.cli.train_command import resume, train
-from dpvision.openmp import bound_spinning
 
 
 class _Commands(TyperGroup):
@@ -43,7 +43,7 @@ def command_with_flags(name: str) -> Any:
 
 
 _FOR_TRAINING = (train, resume, plan, epsilon, calibrate)
-_FOR_RELEASES = (evaluate, predict, verify, audit, sign, keygen, report)
+_FOR_RELEASES = (evaluate, predict, verify, audit, sign, keygen, report, runs, compare)
 _FUNCTIONS = (*_FOR_TRAINING, *_FOR_RELEASES, check, models, recipes, reproduce)
 _COMMANDS: dict[str, Any] = {function.__name__: function for function in _FUNCTIONS}
 
@@ -79,13 +79,10 @@ for _name, _command in _COMMANDS.items():
 def run_program(program: Any, *, name: str) -> None:
     """Run a typer program so that a bad flag is one line and exit code 2, like any other bad input.
 
-    Called before torch is imported, so that the bound on spinning threads takes effect.
-
     Args:
         program: the typer application.
         name: what the user typed to start it.
     """
-    bound_spinning()
     try:
         code = typer.main.get_command(program).main(prog_name=name, standalone_mode=False)
     except typer.TyperException as error:

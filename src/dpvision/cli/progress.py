@@ -80,6 +80,10 @@ class TerminalProgress(RunCallback):
         """Print one line above the bars."""
         self._console.print(escape(printable(text)), highlight=False)
 
+    def of_baseline(self) -> TerminalProgress:
+        """Show the progress of the baseline too: the terminal is the operator's."""
+        return self
+
     def close(self) -> None:
         """Close the bars, also after an error before the first step."""
         self.finished()

@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 LARGEST_CONFIG = 2**20
 MAX_NAME_BYTES = 100
 _OUTPUT = "Output and speed"
+_Log = Annotated[
+    str | None,
+    typer.Option(
+        help="Write epsilon and test metrics to logs: csv and tensorboard in RUN/logs, wandb, mlflow. May be several, "
+        "separated by commas.",
+        metavar="KINDS",
+        rich_help_panel=_OUTPUT,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +46,7 @@ class TrainFlags:
     config: Annotated[Path | None, typer.Option(help="TOML file with settings of the run to start from.")] = None
     output: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME-1, -2 …")] = None
     quick: Annotated[bool, typer.Option("--quick", help="Smoke test of a recipe: two steps, synthetic images.")] = False
+    log: _Log = None
     json: Json = False
     scale: Annotated[
         str,
@@ -57,23 +67,28 @@ def train(given: Given, flags: TrainFlags) -> None:
     Masks: dpvision train --task segmentation ./slices ./masks --target-epsilon 3
 
     Your own model: dpvision train ./scans --model my_model.py:make --target-epsilon 3
+
+    Watch it: dpvision train ./scans --target-epsilon 3 --log tensorboard,csv
     """
     base = build_config(given, recipe=flags.recipe, scale=flags.scale, file=flags.config)
     config, folder = place_run(base, recipe=flags.recipe, output=flags.output, quick=flags.quick)
     set_threads(flags.threads)
     from dpvision.cli.progress import TerminalProgress
+    from dpvision.training import Callbacks
     from dpvision.training import train as train_run
+    from dpvision.training.run_logs import log_callback
 
     # A smoke test must never pass for a release: a seed set by hand stamps it.
     seed = 0 if flags.quick and flags.unsafe_seed is None else flags.unsafe_seed
     # What a user's own code prints must not mix with the results.
+    logs = log_callback(flags.log, folder)
     with closing(TerminalProgress()) as progress, redirect_stdout(sys.stderr):
         result = train_run(
             config,
             run=folder,
             seed=seed,
             device=flags.device,
-            callback=progress,
+            callback=Callbacks(progress, logs),
         )
     _finish(result, json=flags.json, quick=flags.quick)
 
@@ -89,18 +104,24 @@ def resume(
     ] = None,
     device: Device = "cpu",
     threads: Threads = None,
+    log: _Log = None,
     json: Json = False,
 ) -> None:
-    """Continue a run that was interrupted.
+    """Continue a run that was interrupted, from any directory. A finished run is left as it is.
+
+    Log files that the run has are continued.
 
     Example: dpvision resume runs/demo-1
     """
     set_threads(threads)
     from dpvision.cli.progress import TerminalProgress
-    from dpvision.training import resume_training
+    from dpvision.training import Callbacks, resume_training
+    from dpvision.training.run_logs import log_callback
 
+    logs = log_callback(log, run)
     with closing(TerminalProgress()) as progress, redirect_stdout(sys.stderr):
-        result = resume_training(run, allow_fork=fork, device=device, callback=progress, model=model, loss=loss)
+        told = Callbacks(progress, logs)
+        result = resume_training(run, allow_fork=fork, device=device, callback=told, model=model, loss=loss)
     _finish(result, json=json)
 
 
@@ -264,8 +285,11 @@ def free_folder(parent: Path, name: str) -> Path:
 def _finish(result: RunResult, *, json: bool, quick: bool = False) -> None:
     """Write the report, print the results, and say how to continue if the run is not done."""
     from dpvision.release.report import summary_lines, verdicts_of, write_report
+    from dpvision.storage.run_folder import REPORT
 
-    report = write_report(result.run)
+    report = result.run / "release" / REPORT
+    if not report.exists():  # it does where the run was finished before
+        write_report(result.run)
     verdicts = verdicts_of(result.certificate, result.metrics)
     values = {**result.figures(), **verdicts, "report": str(report), "run": str(result.run)}
     if quick:

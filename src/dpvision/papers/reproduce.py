@@ -20,9 +20,10 @@ from dpvision.papers import find_recipe
 from dpvision.papers.quick import MEANS_NOTHING, quick_config
 from dpvision.papers.recipe import Recipe, changed
 from dpvision.papers.recipe_data import place_data
-from dpvision.papers.table_cost import Bill, composed, read_bills, released_together
+from dpvision.papers.table_cost import read_bills, released_together
 from dpvision.papers.table_page import draw_table, markdown
 from dpvision.papers.tables import Row, Table
+from dpvision.release.composition import Bill, composed
 from dpvision.release.verify import verify
 from dpvision.storage.files import disk_errors, parse_object, read_file, write_atomically
 from dpvision.storage.run_folder import CERTIFICATE, METRICS, RunFolder

@@ -1,4 +1,4 @@
-"""The drawings of a report: two charts as inline SVG, and test images with outlines as PNG.
+"""The drawings of a report or a comparison: charts as inline SVG, and test images with outlines as PNG.
 
 matplotlib draws the charts. Its SVG is cleaned so that it can be part of a page: no XML header, no metadata, no
 references to other documents, no style rules of its own. Colours become CSS variables, so that the page's light and
@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -29,6 +29,7 @@ from dpvision.storage.run_folder import Example
 Point = tuple[float, float]
 MARKED_RATES = (0.001, 0.01)
 _LOWEST_RATE = 1e-4
+_LABEL_HEIGHT, _LABEL_FIELD = 15.0, 200.0  # CSS pixels: a label, and the smaller of the heights of the charts' fields
 _WIDE, _NARROW = 470.0, 350.0  # CSS pixels: a column of the page, and a phone
 _ACCENT, _SHADE, _RULE, _FAINT, _SOFT, _INK, _PAPER = (f"#0a0b{code:02x}" for code in range(1, 8))
 _COLOURS = {
@@ -40,6 +41,8 @@ _COLOURS = {
     _INK: "var(--ink)",
     _PAPER: "var(--paper)",
 }
+_SERIES = tuple(f"#0a0c{code:02x}" for code in range(6))
+_COLOURS |= {colour: f"var(--s{number})" for number, colour in enumerate(_SERIES)}
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
@@ -80,8 +83,10 @@ def score_chart(
         axes.locator_params(axis="y", nbins=6)
         if baseline is not None:
             axes.axhline(baseline, color=_FAINT, linewidth=1.5, dashes=(4, 4), clip_on=False)
-            # On the side of the dashed line that the curve's beginning is not on.
-            above = points[0][1] < baseline
+            # On the side of the dashed line that the curve's beginning is not on, but never on the axis.
+            lowest, highest = axes.get_ylim()
+            room = (baseline - lowest) / (highest - lowest) * _LABEL_FIELD
+            above = points[0][1] < baseline or room < 1.5 * _LABEL_HEIGHT
             text = f"{baseline_name} {shown(baseline, '.1f')}"
             _label(axes, text, (0, baseline), offset=(6, 6 if above else -17), colour=_SOFT)
         axes.plot(*zip(*points, strict=True), "o-", color=_ACCENT, markersize=4, linewidth=2.5, clip_on=False)
@@ -93,6 +98,64 @@ def score_chart(
 
     label = f"Line chart: test {score_name} over {x_title.lower()}, ending at {100 * points[-1][1]:.1f} %."
     return _svg(draw, height=0.7, titles=(x_title, f"Test {score_name}"), label=label)
+
+
+class Series(NamedTuple):
+    """One run of a comparison: its number, the points (epsilon, score) in the order of epsilon, and its last score."""
+
+    number: int
+    points: tuple[Point, ...]
+    final: float
+
+
+def comparison_chart(series: Sequence[Series], *, score_name: str) -> Markup:
+    """Draw the curves of several runs over epsilon; a run without points (no privacy) is a dashed line.
+
+    Args:
+        series: At least one run. Each is marked with its number at its end.
+        score_name: "accuracy", "Dice" or "mean AUC".
+
+    Returns:
+        One SVG for wide screens and one for narrow screens.
+    """
+    scores = [y for run in series for _, y in run.points] + [run.final for run in series]
+    spread = max(max(scores) - min(scores), 0.02)
+    low, high = max(0.0, min(scores) - 0.1 * spread), max(scores) + 0.12 * spread
+    furthest = max((x for run in series for x, _ in run.points), default=1.0) or 1.0
+    ends = {run.number: run.points[-1] if run.points else (0.0, run.final) for run in series}
+
+    def draw(axes: Axes) -> None:
+        axes.set(xlim=(0, 1.08 * furthest), ylim=(low, high))
+        axes.yaxis.set_major_formatter(
+            lambda value, _: f"{value:.3g}" if score_name == "mean AUC" else f"{100 * value:.4g} %"
+        )
+        axes.locator_params(axis="y", nbins=6)
+        for run in series:
+            colour = _SERIES[(run.number - 1) % len(_SERIES)]
+            if run.points:
+                axes.plot(*zip(*run.points, strict=True), "o-", color=colour, markersize=3, linewidth=2, clip_on=False)
+                axes.plot(*run.points[-1], "o", color=colour, markersize=8, markeredgecolor=_PAPER, clip_on=False)
+            else:
+                axes.axhline(run.final, color=colour, linewidth=2, dashes=(4, 4), clip_on=False)
+        for number, (x, y), lift in _spread(ends, (furthest, high - low)):
+            colour = _SERIES[(number - 1) % len(_SERIES)]
+            _label(axes, str(number), (x, y), offset=(9, -4 + lift), colour=colour, weight="bold")
+
+    label = f"Line chart: test {score_name} of {len(series)} runs over epsilon."
+    return _svg(draw, height=0.66, titles=("Epsilon spent", f"Test {score_name}"), label=label)
+
+
+def _spread(ends: dict[int, Point], size: Point) -> list[tuple[int, Point, float]]:
+    """Labels at the ends of lines, with a vertical shift in CSS pixels for those that would cover each other."""
+    placed: list[tuple[int, Point, float]] = []
+    for number, (x, y) in sorted(ends.items(), key=lambda end: (end[1][1], end[0])):
+        lift = 0.0
+        for _, (other_x, other_y), other_lift in placed:
+            below = (y - other_y) / size[1] * _LABEL_FIELD + lift - other_lift  # how far above the other label
+            if abs(x - other_x) < 0.06 * size[0] and below < _LABEL_HEIGHT:
+                lift += _LABEL_HEIGHT - below
+        placed.append((number, (x, y), lift))
+    return placed
 
 
 def reliability_chart(bins: Sequence[tuple[float, float, Point]]) -> Markup:

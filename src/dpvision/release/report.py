@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from dpvision.accounting import DISPLAY_RATE, balanced_accuracy_bound, true_positive_bound
 from dpvision.errors import DataError, printable
+from dpvision.privacy.mechanism import COUNTED_UNITS
 from dpvision.release.build import proved_profile
 from dpvision.release.run_facts import (
     FinalMetrics,
@@ -43,6 +44,7 @@ from dpvision.storage.run_folder import REPORT, RunFolder
 SPACE = "\u00a0"  # keeps a number and its sign on one line
 NO_BOUND = 0.999  # from here on a bound on attacks is shown as 100 %
 _CALIBRATED = 0.05
+_FEW_IMAGES = 30
 _RATES = (0.001, 0.01, 0.1)  # false positive rates of the table
 _LONGEST_TEXT = 4000
 _DEEPEST = 6
@@ -122,6 +124,7 @@ def render(run: RunFacts) -> str:
             reasons=reasons_against_release(certificate),
             unit=unit_name(certificate.privacy_unit),
             num_units=certificate.mechanism.get("num_units"),
+            protected=_protected(certificate),
             attacks=_attacks(certificate) if private else None,
             factor=odds_factor(certificate.epsilon) if certificate.epsilon is not None else None,
             score_chart=_score_chart(run, private=private),
@@ -141,6 +144,15 @@ def render(run: RunFacts) -> str:
             reliability_chart=_reliability_chart(run.final),
         )
     )
+
+
+def _protected(certificate: Certificate) -> str:
+    """How many units are protected: "of about 800 images" where they were counted with noise."""
+    unit, units = unit_name(certificate.privacy_unit), certificate.mechanism.get("num_units")
+    if not isinstance(units, int) or units <= 1:
+        return unit
+    counted = any(charge.purpose == COUNTED_UNITS for charge in certificate.charged)
+    return f"of {'about ' if counted else ''}{number(units)} {unit}s"
 
 
 def _setting(run: RunFacts, *keys: str) -> str:
@@ -356,6 +368,8 @@ def trust(final: FinalMetrics | None) -> tuple[str, str]:
     """
     if final is None:
         return "not known", "no metrics from public data"
+    if final.images is not None and final.images < _FEW_IMAGES:
+        return f"{final.images} test image{'s' * (final.images != 1)}", "too few to tell how far to trust its answers"
     if final.dice is not None:
         interval = final.intervals.get("dice")
         detail = "too few for an interval" if interval is None else f"Dice: {between(interval)}"
@@ -371,7 +385,12 @@ def trust(final: FinalMetrics | None) -> tuple[str, str]:
         if abs(gap) <= _CALIBRATED:
             return "well calibrated", f"confidence and accuracy differ by {percent(abs(gap))}"
         words = "too sure" if gap > 0 else "not sure enough"
-        value = f"{final.temperature.value:.2g}"
+        if abs(final.temperature.after.overconfidence) > _CALIBRATED:
+            return (
+                words,
+                f"by {percent(abs(gap))} on average, and no temperature corrects it: ignore its probabilities",
+            )
+        value = f"{float(f'{final.temperature.value:.2g}'):g}"
         return words, f"by {percent(abs(gap))} on average: divide the logits by {value} before reading probabilities"
     if final.calibration is not None:
         return f"{percent(final.calibration)} off", "calibration error: mean gap between confidence and accuracy"

@@ -162,6 +162,8 @@ class RunFolder:
         self.ledger_path = self.release / LEDGER
         self.key_path = self.private / "key.json"
         self.count_path = self.private / "counted-units.json"
+        self.failure_path = self.private / "unsafe_failure.json"
+        self._started_in = self.private / "started-in.json"
         self._withdrawn = self.private / "withdrawn-certificate.json"
         self._released = self.private / "released-ledger.json"
         self._unlock: weakref.finalize[[int], RunFolder] | None = None
@@ -231,6 +233,22 @@ class RunFolder:
                     raise TamperError(f"{folder} must be a folder, not a link to one. Put the real one there.")
             with disk_errors(f"lock {self.root}"):
                 self._unlock = weakref.finalize(self, os.close, _locked(self.private / "lock", self.root))
+
+    def in_use(self) -> bool:
+        """Whether a process has locked the folder."""
+        import fcntl
+
+        try:
+            descriptor = os.open(self.private / "lock", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
 
     def close(self) -> None:
         """Let other processes write here."""
@@ -340,6 +358,17 @@ class RunFolder:
         """Read the configuration with its paths."""
         return read_file(self.private / CONFIG).decode(errors="replace")
 
+    def note_start(self) -> None:
+        """Record the present directory: relative paths of the configuration are meant from there."""
+        self._write(self._started_in, json_bytes({"folder": str(Path.cwd())}), mode=0o600)
+
+    def started_in(self) -> Path | None:
+        """Return the directory in which the run was started; None for a run of an older version."""
+        if not self._started_in.exists():
+            return None
+        folder = parse_object(read_file(self._started_in), name=str(self._started_in)).get("folder")
+        return Path(folder) if isinstance(folder, str) else None
+
     def read_config(self) -> str:
         """Read the released configuration."""
         return read_file(self.release / CONFIG).decode(errors="replace")
@@ -388,6 +417,16 @@ class RunFolder:
         own = [name for name in release_files(self.release) if name in _OWN_FILES or name in (pages or {})]
         hashes = {name: file_sha256(self.release / name) for name in own}
         self._write(self.release / MANIFEST, json_bytes(hashes))
+
+    def release_is_whole(self) -> bool:
+        """Whether there is a certificate, and the files are those of the manifest, with the hashes that it states."""
+        path = self.release / MANIFEST
+        if not path.exists() or not (self.release / CERTIFICATE).exists():
+            return False
+        hashes = parse_object(read_file(path), name=str(path))
+        if release_files(self.release) != sorted(hashes):
+            return False
+        return all(file_sha256(self.release / name) == known for name, known in hashes.items())
 
     def _require_of_ledger(self, certificate: Mapping[str, Any]) -> tuple[Entry, ...]:
         """Require a certificate that was made from the ledger as it is on disk, and return the ledger's entries."""

@@ -6,9 +6,20 @@
 
 from __future__ import annotations
 
-from dpvision.training.callbacks import RunCallback
+from dpvision.training.callbacks import Callbacks, RunCallback
 from dpvision.training.resume import resume_training
+from dpvision.training.run_logs import CsvLog, MlflowLog, TensorBoardLog, WandbLog
 from dpvision.training.start import train
 from dpvision.training.write_release import RunResult
 
-__all__ = ["RunCallback", "RunResult", "resume_training", "train"]
+__all__ = [
+    "Callbacks",
+    "CsvLog",
+    "MlflowLog",
+    "RunCallback",
+    "RunResult",
+    "TensorBoardLog",
+    "WandbLog",
+    "resume_training",
+    "train",
+]

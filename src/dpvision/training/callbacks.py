@@ -39,6 +39,59 @@ class RunCallback:
     def finished(self) -> None:
         """The loop has ended, also after an error."""
 
+    def of_baseline(self) -> RunCallback:
+        """Return who is told about the non-private baseline of the run: no one, unless overridden.
+
+        Its metrics come from weights without noise. They are public only where the training images are.
+        """
+        return RunCallback()
+
+
+@final
+class Callbacks(RunCallback):
+    """Several callbacks as one, told in their order.
+
+    Args:
+        callbacks: the callbacks.
+    """
+
+    def __init__(self, *callbacks: RunCallback) -> None:
+        self._callbacks = callbacks
+
+    def started(self, *, name: str, steps: int, done: int, choices: tuple[Choice, ...]) -> None:
+        """Tell each callback."""
+        for each in self._callbacks:
+            each.started(name=name, steps=steps, done=done, choices=choices)
+
+    def stepped(self, *, done: int, epsilon_bound: float | None) -> None:
+        """Tell each callback."""
+        for each in self._callbacks:
+            each.stepped(done=done, epsilon_bound=epsilon_bound)
+
+    def evaluated(self, point: dict[str, Any]) -> None:
+        """Tell each callback."""
+        for each in self._callbacks:
+            each.evaluated(point)
+
+    def progressed(self, what: str, *, done: int, total: int) -> None:
+        """Tell each callback."""
+        for each in self._callbacks:
+            each.progressed(what, done=done, total=total)
+
+    def message(self, text: str) -> None:
+        """Tell each callback."""
+        for each in self._callbacks:
+            each.message(text)
+
+    def finished(self) -> None:
+        """Tell each callback."""
+        for each in self._callbacks:
+            each.finished()
+
+    def of_baseline(self) -> RunCallback:
+        """Return those that the callbacks give."""
+        return Callbacks(*(each.of_baseline() for each in self._callbacks))
+
 
 @final
 class StopRequest:

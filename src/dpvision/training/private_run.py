@@ -41,6 +41,7 @@ from dpvision.release.statements import ROW_UNITS, TEST_SPLIT, TRAINING_DATA, ow
 from dpvision.storage.checkpoint import Checkpoint
 from dpvision.storage.files import parse_object
 from dpvision.storage.run_folder import OWN_LOOP, RunFolder
+from dpvision.training.callbacks import RunCallback
 from dpvision.training.defaults import two_digits
 from dpvision.training.resume import checkpoint_errors, spent_so_far
 from dpvision.training.write_release import RunResult, publish
@@ -91,6 +92,8 @@ class _State:
     config: dict[str, Any]
     saved_at: int = -1
     seconds: float = 0.0
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    callback: RunCallback = field(default_factory=RunCallback)
     released: bool = False
     problem: str | None = None
     draws: DatasetBatches | None = None
@@ -115,6 +118,7 @@ class PrivateRun:
         checkpoint_every: steps between two checkpoints. What a crash costs is at most this many steps of the budget.
             Default: a fiftieth of the steps.
         seed: replaces the operating system's entropy: reproducible, and stamped as not for release.
+        callback: told about steps and about what ``record`` is given, such as ``dpvision.training.CsvLog``.
 
     Raises:
         ArgumentError: the mechanism has no delta, the optimizer can't be used, or the folder is not empty.
@@ -134,6 +138,7 @@ class PrivateRun:
         scheduler: Any = None,
         checkpoint_every: int | None = None,
         seed: int | None = None,
+        callback: RunCallback | None = None,
     ) -> None:
         if mechanism.delta is None:
             raise ArgumentError("the mechanism has no delta: make it with Mechanism.calibrated.")
@@ -147,6 +152,7 @@ class PrivateRun:
                 "data for nothing else, and its transforms and settings, are declared by the user",
             )
             self.save()
+            self._tell(callback)
         except BaseException:
             moved.close()
             raise
@@ -170,6 +176,7 @@ class PrivateRun:
         *,
         scheduler: Any = None,
         checkpoint_every: int | None = None,
+        callback: RunCallback | None = None,
     ) -> PrivateRun:
         """Continue a run from the newest checkpoint in its folder, also after a crash or an earlier release.
 
@@ -179,6 +186,7 @@ class PrivateRun:
             optimizer: made as before, for ``model``; its state is replaced.
             scheduler: made as before, for ``optimizer``; its state is replaced.
             checkpoint_every: as for a new run.
+            callback: as for a new run; a log continues that of the first part.
 
         Returns:
             The run, at the step of the checkpoint. Its mechanism is the one that the ledger was opened with.
@@ -207,10 +215,17 @@ class PrivateRun:
             run._state = _resumed(
                 place, ledger, checkpoint, model, lambda: TorchOptimizer(model, optimizer, scheduler, resuming=True)
             )
+            run._tell(callback)
         except BaseException:
             place.close()
             raise
         return run
+
+    def _tell(self, callback: RunCallback | None) -> None:
+        """Tell a callback, from now on, about this run."""
+        if callback is not None:
+            self._state.callback = callback
+            callback.started(name=OWN_LOOP, steps=self.mechanism.steps, done=self.steps_taken, choices=())
 
     def __repr__(self) -> str:
         state = self._state
@@ -379,6 +394,7 @@ class PrivateRun:
                 self._give_up(f"step {batch.step} was interrupted after its charge ({type(error).__name__})")
             raise
         state.seconds += time.perf_counter() - started
+        state.callback.stepped(done=self.steps_taken, epsilon_bound=self.mechanism.target_epsilon)
         if self.steps_taken % self._every == 0 or not self.steps_left:
             self.save()
 
@@ -432,6 +448,31 @@ class PrivateRun:
         self._state.optimizer.report_public_metric(value)
         self._declare("learning-rate schedule", f"follows a metric on {measured_on}, which is declared public")
 
+    def record(self, metrics: Mapping[str, float], *, measured_on: str) -> None:
+        """Add metrics of the present weights to the run's curve, beside step and epsilon, and tell the callback.
+
+        Args:
+            metrics: values measured on public data, such as accuracy (0 to 1), by name.
+            measured_on: the name of that data; declared in the certificate.
+
+        Raises:
+            ArgumentError: no metrics, a value that is not finite, a name that is reserved (step, epsilon, unsafe_…),
+                or ``measured_on`` is empty.
+
+        Guarantee: the values are published, in metrics.json and in logs, as they are: measure nothing on private data.
+        """
+        self._require_open()
+        reserved = [name for name in metrics if name in ("step", "epsilon") or name.startswith("unsafe_")]
+        if reserved or not metrics:
+            raise ArgumentError(f"metrics must have names other than step, epsilon and unsafe_…, got {list(metrics)}.")
+        values = _measured(metrics, measured_on)
+        del values["evaluated_on"]
+        self._declare(TEST_SPLIT, f"{measured_on}, declared public")
+        point = {"step": self.steps_taken, "epsilon": self.epsilon_spent, **values}
+        self._state.curve.append(point)
+        self._state.saved_at = -1  # the last checkpoint does not have it
+        self._state.callback.evaluated(point)
+
     def state_dict(self) -> dict[str, Any]:
         """Return weights, the state of optimizer and schedule, and the number of steps: all of it is private output.
 
@@ -459,7 +500,12 @@ class PrivateRun:
             if not isinstance(value, Tensor):
                 raise ArgumentError(f"the model's state holds {name}, which is no tensor and can't be saved.")
             stored[f"model/{name}"] = value
-        progress = {"optimizer": values, "seconds": state.seconds, "ledger": state.ledger.mark}
+        progress = {
+            "optimizer": values,
+            "seconds": state.seconds,
+            "curve": state.curve,
+            "ledger": state.ledger.mark,
+        }
         state.folder.save_checkpoint(self.steps_taken, stored, progress)
         state.saved_at = self.steps_taken
 
@@ -472,6 +518,7 @@ class PrivateRun:
             self.save()
         finally:
             self._give_up("the run was closed")
+            state.callback.finished()
 
     def release(
         self,
@@ -514,7 +561,8 @@ class PrivateRun:
             "finished" if self.steps_taken == self.mechanism.steps else "stopped" if self.steps_left else "budget_spent"
         )
         described = {"source": data_name, "class_names": [], "image_shape": [], "num_units": self.mechanism.num_units}
-        contents = {"task": OWN_LOOP, "curve": [], "final": measured}
+        curve = [point for point in state.curve if point.keys() & {"accuracy", "dice", "mean_auc"}]
+        contents = {"task": OWN_LOOP, "curve": curve, "final": measured}
         certificate = publish(
             state.folder,
             state.ledger,
@@ -528,6 +576,7 @@ class PrivateRun:
         state.released = True
         state.optimizer.close()
         state.folder.close()
+        state.callback.finished()
         return RunResult(self.folder, outcome, certificate, contents, state.seconds)
 
     def _declare_code(self, loss_fn: LossFunction) -> None:
@@ -650,6 +699,7 @@ def _resumed(
         with checkpoint_errors(checkpoint):
             optimizer.load_state(of("optimizer/"), checkpoint.values["optimizer"])
             seconds = float(checkpoint.values["seconds"])
+            curve = [dict(point) for point in checkpoint.values.get("curve", [])]
     except BaseException:
         optimizer.close()
         raise
@@ -666,6 +716,7 @@ def _resumed(
         config=config,
         saved_at=checkpoint.step,
         seconds=seconds,
+        curve=curve,
     )
 
 
@@ -727,7 +778,7 @@ def _measured(metrics: Mapping[str, float], evaluated_on: str | None) -> dict[st
     problems = Problems()
     for name, value in values.items():
         problems.require(math.isfinite(value), f"{name} must be finite, got {value}.")
-        share = name not in ("accuracy", "dice") or 0 <= value <= 1
+        share = name not in ("accuracy", "dice", "mean_auc") or 0 <= value <= 1
         problems.require(share, f"{name} must lie between 0 and 1, got {value}.")
     problems.raise_if_any()
     return {**values, **({} if evaluated_on is None else {"evaluated_on": f"{evaluated_on}, declared public"})}

@@ -17,7 +17,8 @@ from dpvision.data.splits import holdout_keys, load_splits, stored_normalisation
 from dpvision.errors import DPVisionError, PrivacyError, TamperError, translated_errors
 from dpvision.privacy.ledger import Ledger, read_ledger
 from dpvision.storage.checkpoint import Checkpoint
-from dpvision.storage.run_folder import RunFolder, StoredKey
+from dpvision.storage.files import ledger_mark, parse_object, read_file
+from dpvision.storage.run_folder import CERTIFICATE, METRICS, RunFolder, StoredKey
 from dpvision.training.callbacks import RunCallback
 from dpvision.training.declarations import note_declarations
 from dpvision.training.prepare import run_code_again
@@ -58,10 +59,12 @@ def resume_training(
         data: the run's data again, where it was given in Python.
 
     Returns:
-        The outcome, the certificate and the metrics.
+        The outcome, the certificate and the metrics. A run that is finished is left as it is.
 
     Raises:
         ArgumentError: the run has a model or a loss of the user's own, and it was not named.
+        DataError: the data is neither where it was, seen from the directory in which the run was started, nor below
+            the present directory or one above the run.
         PrivacyError: the plan changed, or data or own code changed and ``allow_fork`` is not set.
         TamperError: a file of the run is damaged or belongs to another run.
         DPVisionError: the run stopped before its first checkpoint.
@@ -70,10 +73,41 @@ def resume_training(
     which their bits depend, they get other noise and are charged again.
     """
     callback = callback or RunCallback()
+    done = finished_result(Path(run))
+    if done is not None:
+        steps = f"all {done.metrics['curve'][-1]['step']} steps are done" if done.metrics["curve"] else "it is done"
+        callback.message(f"{run} is finished: {steps}. Nothing was changed.")
+        return done
     session, notes = resume_run(
         Path(run), allow_fork=allow_fork, device=device, callback=callback, model=model, loss=loss, data=data
     )
     return run_to_release(session, callback, notes=notes)
+
+
+def finished_result(run: Path) -> RunResult | None:
+    """Return the result of a run whose steps are all done and whose release is whole; None if there is more to do.
+
+    Args:
+        run: the folder of the run.
+
+    Raises:
+        ArgumentError: the folder is not that of a run of ``dpvision train``.
+    """
+    folder = RunFolder.open(run)
+    folder.require_loop(own=False)
+    if folder.in_use() or not folder.release_is_whole():
+        return None
+    checkpoint = folder.latest_checkpoint()
+    config = parse_config(folder.read_whole_config())
+    if checkpoint is None or checkpoint.step < config.plan.steps:
+        return None
+    certificate, metrics = (
+        parse_object(read_file(folder.release / name), name=name) for name in (CERTIFICATE, METRICS)
+    )
+    if ledger_mark(certificate.get("ledger")) != max(folder.known_marks().values()):
+        return None
+    with checkpoint_errors(checkpoint):
+        return RunResult(run, "finished", certificate, metrics, float(checkpoint.values["seconds"]))
 
 
 def resume_run(
@@ -98,9 +132,11 @@ def resume_run(
     config, code = run_code_again(
         parse_config(folder.read_whole_config()), model=model, loss=loss, allow_fork=allow_fork
     )
-    require_weights_again(config)
+    places = [] if data is not None else [folder.started_in(), Path.cwd(), *path.resolve().parents]
+    located = config.found_from(places)
+    require_weights_again(located)
     stored = folder.load_key()
-    splits = load_splits(config, holdout_keys(stored.keys, stored.run_id), data)
+    splits = load_splits(located, holdout_keys(stored.keys, stored.run_id), data)
     ledger = folder.open_ledger()
     require_same_plan(config, ledger, stored)
     binding = run_binding(config, splits, run_id=stored.run_id, device=device)
@@ -117,7 +153,7 @@ def resume_run(
     normalisation = stored_normalisation(config)
     stage = stage_at(stages, max(0, checkpoint.step - 1))
     features = split_features(
-        stage, config, splits, normalisation=normalisation, device=device, callback=callback or RunCallback()
+        stage, located, splits, normalisation=normalisation, device=device, callback=callback or RunCallback()
     )
     binding = with_features(binding | facts, features)
 

@@ -125,6 +125,7 @@ def train_baseline(
     """
     stored = session.folder.load_key()
     callback.message("training the baseline without privacy first …")
+    callback_of_run, callback = callback, callback.of_baseline()
     prepared = prepare(without_privacy(asked), holdout_keys(stored.keys, stored.run_id), data)
     path, keys = session.folder.private / BASELINE, Keys.from_os_entropy()
     other, prepared = write_first_state(prepared, path, keys=keys, device=session.device, callback=callback, code=code)
@@ -133,7 +134,7 @@ def train_baseline(
         raise KeyboardInterrupt  # the user wants the whole command to end; the private run can be resumed
     record_baseline(session, other)
     if not images_are_declared_public(session.config):
-        callback.message(f"the baseline's result is in {session.folder.private}: {NEVER_PUBLISH}.")
+        callback_of_run.message(f"the baseline's result is in {session.folder.private}: {NEVER_PUBLISH}.")
 
 
 def start_run(
@@ -183,6 +184,7 @@ def write_first_state(
 
     folder = RunFolder.create(path)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
+    folder.note_start()
     header = ledger_header(config, run_id, hand_seeded=keys.hand_seeded)
     counted = [event for event, _ in count_charges(config)]  # the header shows the number: charged with it
     ledger = Ledger.create(folder.ledger_path, header, charges=counted)

@@ -19,6 +19,7 @@ from torch import Tensor
 from dpvision.config import required
 from dpvision.data import ImageStore
 from dpvision.data.splits import may_show_images
+from dpvision.errors import DPVisionError
 from dpvision.inference import dice_of_images, predict_masks
 from dpvision.kernels.memory import keep_freed_memory
 from dpvision.privacy.ledger import Ledger, read_ledger
@@ -99,12 +100,16 @@ def run_to_release(
         for note in notes:
             callback.message(note)
         keep_freed_memory()
+        session.folder.failure_path.unlink(missing_ok=True)
         with stop_on_signals() as stop:
             try:
                 outcome = run_steps(session, callback, stop)
                 session.final = session.final or measure(session)  # the last step of a plan is evaluated already
                 session.save_checkpoint()
                 return write_release(session, outcome=outcome)
+            except DPVisionError as error:
+                session.folder.write_unsafe("failure", {"error": str(error)})  # shows `dpvision runs` that it failed
+                raise
             finally:
                 callback.finished()
 
