@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dpvision.data.options import LoadOptions
-from dpvision.data.safe_read import open_regular
 from dpvision.data.store import dense_units
+from dpvision.data.tables import FILE_HEADINGS, FileIndex, Table, file_name, read_table
 from dpvision.errors import DataError, printable, shown, some_of
 
 TRAIN_FOLDER = "train"
 TEST_FOLDERS = ("test", "val", "valid", "validation")
-FILE_HEADINGS = frozenset({"file", "filename", "file_name", "path", "image", "name"})
 
 
 def unit_names(files: Sequence[str], *, options: LoadOptions, also_known: Sequence[str] = ()) -> list[str] | None:
@@ -88,23 +86,18 @@ def _resolved(
     """Return owners by file, and names that no file has. A row gives the path below the folder, or the name of one
     file.
     """
-    by_name: dict[str, list[str]] = {}
-    for file in files:
-        for name in {file, f"{TRAIN_FOLDER}/{file}", file.split("/")[-1]}:
-            by_name.setdefault(name, []).append(file)
-    public = {
-        name for file in also_known for name in (file, file.split("/")[-1], *(f"{t}/{file}" for t in TEST_FOLDERS))
-    }
+    index = FileIndex(files, above=[TRAIN_FOLDER])
+    public = FileIndex(also_known, above=TEST_FOLDERS)
     unit_of: dict[str, str] = {}
     unknown, unclear = [], []
     for name, unit in rows:
-        found = by_name.get(name, [])
+        found = index.find(name)
         if len(found) == 1:
-            if unit_of.setdefault(found[0], unit) != unit:
+            if unit_of.setdefault(files[found[0]], unit) != unit:
                 unclear.append(name)
         elif found:
             unclear.append(name)
-        elif name not in public:
+        elif not public.find(name):
             unknown.append(name)
     if unclear:
         raise DataError(
@@ -114,31 +107,25 @@ def _resolved(
 
 
 def _rows(path: Path, column: str | None) -> list[tuple[str, str]]:
-    """Read (file, owner) from every row of a CSV file."""
-    try:
-        with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
-            lines = [[cell.strip() for cell in line] for line in csv.reader(file, strict=True) if any(line)]
-    except (OSError, ValueError, csv.Error) as error:
-        raise DataError(f"{shown(path)} can't be read as CSV: {shown(error)}.") from error
-    file_at, unit_at, lines = _columns(lines, column, path)
-    needed = max(file_at, unit_at)
-    bad = [line for line in lines if len(line) <= needed or not line[file_at] or not line[unit_at]]
+    """Read (file, owner) from every row of a table."""
+    file_at, unit_at, lines = _columns(read_table(path), column)
+    bad = [line for line in lines if not line[file_at] or not line[unit_at]]
     if bad:
         raise DataError(f"{shown(path)}: {len(bad)} rows lack a file or a unit: {some_of([','.join(b) for b in bad])}.")
-    return [(line[file_at].replace("\\", "/").removeprefix("./"), line[unit_at]) for line in lines]
+    return [(file_name(line[file_at]), line[unit_at]) for line in lines]
 
 
-def _columns(lines: list[list[str]], column: str | None, path: Path) -> tuple[int, int, list[list[str]]]:
-    """Find the columns of file and owner, and return the rows without the heading."""
-    if not lines:
+def _columns(table: Table, column: str | None) -> tuple[int, int, list[list[str]]]:
+    """Find the columns of file and owner, and return the rows without the heading, which two columns may lack."""
+    path, heading = table.path, [cell.lower() for cell in table.heading]
+    if not heading:
         raise DataError(f"{shown(path)} is empty: rows of file,unit are needed.")
-    heading = [cell.lower() for cell in lines[0]]
     file_at = next((at for at, cell in enumerate(heading) if cell in FILE_HEADINGS), None)
     if column is None and len(heading) != 2:
         raise DataError(f"{shown(path)} has {len(heading)} columns: name the one with the unit by unit_column.")
     if column is None:
-        return (0, 1, lines) if file_at is None else (file_at, 1 - file_at, lines[1:])
-    if column not in lines[0] or file_at is None:
-        found = some_of(lines[0], limit=8)
+        return (0, 1, [table.heading, *table.rows]) if file_at is None else (file_at, 1 - file_at, table.rows)
+    if column not in table.heading or file_at is None:
+        found = some_of(table.heading, limit=8)
         raise DataError(f"{shown(path)} needs a heading with 'file' and {shown(column)!r}, got {found}.")
-    return file_at, lines[0].index(column), lines[1:]
+    return file_at, table.heading.index(column), table.rows
