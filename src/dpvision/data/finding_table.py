@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpvision.data.image_folder import Listing, files_below
-from dpvision.data.images import SUFFIXES, is_image
+from dpvision.data.images import SUFFIXES, is_readable
 from dpvision.data.options import LoadOptions
 from dpvision.data.tables import FILE_HEADINGS, FileIndex, file_name, read_table
 from dpvision.errors import DataError, shown, some_of
@@ -48,7 +48,9 @@ def list_findings(
     if not files:
         raise DataError(f"{shown(root)} has no images ({', '.join(sorted(SUFFIXES))}).")
     index = FileIndex(files, above=_folders_above(root))
-    elsewhere = FileIndex(() if other is None else _images_below(other), above=() if other is None else _folders_above(other))
+    elsewhere = FileIndex(
+        () if other is None else _images_below(other), above=() if other is None else _folders_above(other)
+    )
     labels = np.full((len(files), len(found_names)), np.nan, dtype=np.float32)
     seen: set[int] = set()
     unknown: list[str] = []
@@ -66,7 +68,7 @@ def list_findings(
     missing = [file for number, file in enumerate(files) if number not in seen]
     if missing:
         raise DataError(f"{shown(path)} has no row for {len(missing)} images: {some_of(missing)}.")
-    return Listing(root=root, class_names=found_names, files=tuple(files), findings=_tensor(labels))
+    return Listing(root=root, class_names=found_names, files=tuple(files), given_labels=_tensor(labels))
 
 
 def _tensor(labels: np.ndarray) -> Tensor:
@@ -74,7 +76,7 @@ def _tensor(labels: np.ndarray) -> Tensor:
 
 
 def _images_below(root: Path) -> list[str]:
-    return sorted(file for file in files_below(root) if is_image(Path(file)))
+    return sorted(file for file in files_below(root) if is_readable(root / file))
 
 
 def _folders_above(root: Path) -> tuple[str, str]:

@@ -179,15 +179,17 @@ def _stated_classes(metadata: dict[bytes, bytes] | None) -> dict[str, tuple[str,
 
 def classes_of_features(features: object) -> dict[str, tuple[str, ...]]:
     """Return the class names in the features of a Hugging Face dataset, by column."""
-    named = {name: each.get("names") for name, each in features.items() if isinstance(each, dict)} if isinstance(
-        features, dict
-    ) else {}
+    named = (
+        {name: each.get("names") for name, each in features.items() if isinstance(each, dict)}
+        if isinstance(features, dict)
+        else {}
+    )
     return {name: tuple(map(str, names)) for name, names in named.items() if isinstance(names, list) and names}
 
 
 def _text(value: object) -> str:
     """Write a cell as CSV would; a whole number that became a float beside empty cells is whole again."""
-    if value is None or value != value:  # noqa: PLR0124 - NaN
+    if value is None or value != value:
         return ""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
