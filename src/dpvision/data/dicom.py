@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dpvision.data.safe_read import open_regular
-from dpvision.errors import BadFile, DataError, shown
+from dpvision.errors import BadFile, DataError, brief, shown
 
 SUFFIXES = frozenset({".dcm", ".dicom"})
 MAX_FRAMES = 100_000
@@ -146,7 +146,9 @@ def _decoded(found: Any, frame: int) -> NDArray[Any]:
     except (AttributeError, ValueError, RuntimeError, NotImplementedError, KeyError) as error:
         syntax = getattr(getattr(found, "file_meta", None), "TransferSyntaxUID", None)
         name = getattr(syntax, "name", "unknown")
-        raise BadFile(f"its pixels ({shown(name)}) can't be decoded: {shown(str(error).splitlines()[0])}") from error
+        raise BadFile(
+            f"its pixels ({shown(name)}) can't be decoded: {brief(str(error).splitlines()[0], most=60)}"
+        ) from error
 
 
 def _colours(pixels: NDArray[Any], found: Any, kind: str) -> NDArray[np.uint8]:

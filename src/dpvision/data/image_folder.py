@@ -58,6 +58,7 @@ class Listing:
             hold; None takes the class from the first folder.
         owners: who owns each file, where a table says so.
         owners_from: which column of which table that is, for the certificate.
+        unused: a sentence about rows that are neither trained on nor tested on.
         content: a function from the number of a file to its bytes, where a table holds the images itself.
     """
 
@@ -67,6 +68,7 @@ class Listing:
     given_labels: torch.Tensor | None = None
     owners: tuple[str, ...] | None = None
     owners_from: str | None = None
+    unused: str = ""
     content: Callable[[int], bytes] | None = None
 
     @property
@@ -188,6 +190,7 @@ def load_listing(
         name=name,
         row_names=tuple(images.names[row] for row in good),
         skipped=images.bad + bad,
+        unused=listing.unused,
     )
 
 

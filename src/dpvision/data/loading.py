@@ -63,7 +63,9 @@ def load(source: str | Path, options: LoadOptions | None = None, *, progress: Pr
         train, test, constants = _load(source, options or LoadOptions(), None, progress)
     channels = train.image_shape[0]
     normalisation = (constants or fixed_normalisation(channels)).for_channels(channels)
-    unused = "" if _is_name(source) else unused_part(Path(source), has_test=test is not None)
+    unused = train.unused
+    if not unused and not _is_name(source):
+        unused = unused_part(Path(source), has_test=test is not None)
     return Splits(train=train, test=test, normalisation=normalisation, unused=unused)
 
 

@@ -119,6 +119,9 @@ def list_manifest(
     test = _of_split(listings, "test") or _of_split(listings, "val")
     if train is None and not options.public:
         raise DataError(f"{shown(source)} has no training images: its split says train in no row.")
+    if train is not None and any(set(splits) >= {"test", "val"} for _, splits in listings):
+        rows_of = f"the validation rows of {shown(source.name)}"
+        train = replace(train, unused=f"{rows_of} are neither trained on nor tested on: the test rows are measured.")
     first = train or test
     if first is None:
         raise DataError(f"{shown(source)} names no images.")

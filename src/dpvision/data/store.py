@@ -44,6 +44,7 @@ class ImageStore:
         owners: the owner of each row, if known, also where rows are the units.
         owners_from: where the owners come from if no option names them, for the certificate.
         skipped: (name, reason) of files that were left out.
+        unused: a sentence about rows that are neither trained on nor tested on; "" if there are none.
     """
 
     images: Tensor
@@ -55,6 +56,7 @@ class ImageStore:
     owners: Sequence[str] | None = None
     owners_from: str | None = None
     skipped: tuple[tuple[str, str], ...] = ()
+    unused: str = ""
 
     def __post_init__(self) -> None:
         rows = len(self.images)
