@@ -9,7 +9,7 @@ import numpy as np
 
 
 def write_dicom(path: Path, pixels: np.ndarray, *, patient: str = "P1", **tags: Any) -> Path:
-    """Write grey (H, W), colour (H, W, 3) or several frames (N, H, W) as an uncompressed file; ``tags`` are set last."""
+    """Write grey (H, W), colour (H, W, 3) or several frames (N, H, W), uncompressed; ``tags`` are set last."""
     from pydicom.dataset import Dataset, FileMetaDataset
     from pydicom.uid import ExplicitVRLittleEndian, SecondaryCaptureImageStorage, generate_uid
 

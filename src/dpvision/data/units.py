@@ -27,7 +27,7 @@ _NO_ONE = re.compile(
 # What file names look like that begin with a person's id: a word for a person and a number, or a number and a rest.
 _PERSONS = (
     r"^((?:p|pt|pat|patient|sub|subj|subject|person|user|case|id)[-_ ]?\d+)(?!\d)",
-    r"^([A-Za-z]{0,3}\d{2,})[-_ ]",
+    r"^([A-Za-z]{0,3}[-_]?\d{2,})[-_ ]",
 )
 _PERSON_FOLDER = re.compile(r"(?i)(p|pt|pat|patient|sub|subj|subject|person|user|case|id)?[-_ ]?\d+")
 
@@ -115,7 +115,7 @@ def owner_hint(files: Sequence[str]) -> str | None:
         classes = {file.split("/")[0] for file in files}
         shared = sum(count for count in counts.values() if count > 1)
         if (
-            10 * len(known) >= 9 * len(files)
+            10 * len(known) >= 3 * len(files)
             and 10 * shared >= len(files)
             and len(counts) > 1
             and not counts.keys() <= classes
