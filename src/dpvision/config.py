@@ -29,7 +29,7 @@ Task = Literal["classification", "segmentation"]
 LossName = Literal["cross_entropy", "dice", "dice_cross_entropy", "binary_cross_entropy"]
 KNOWN_DATASETS: Final = ("digits", "mnist", "fashionmnist", "cifar10", "cifar100")
 """Names of data sources that are not paths."""
-_PATHS = ("source", "test", "masks", "test_masks", "unit_csv", "findings", "test_findings")
+_PATHS = ("source", "test", "masks", "test_masks", "unit_csv", "findings", "test_findings", "image_folder")
 """Fields of ``DataConfig`` that may be paths."""
 Option = bool | int | float | str
 T = TypeVar("T")
@@ -91,8 +91,8 @@ class DataConfig(Settings):
 
     panel: ClassVar[Panel] = "data"
     source: Annotated[str, Flag("SOURCE", panel="first")]
-    """Images to train on: a folder of class folders, an .npz file, or mnist, fashionmnist, cifar10, cifar100, digits.
-    """
+    """Images to train on: a folder (class folders, or images with a table), a table of files and labels (.csv, .jsonl,
+    .parquet), an .npz file, or mnist, fashionmnist, cifar10, cifar100, digits."""
     test: str | None = None
     """Public test set, in the form of SOURCE. Default: a part of SOURCE is held out."""
     data_dir: str | None = None
@@ -117,6 +117,20 @@ class DataConfig(Settings):
     """With --task segmentation: the masks, a folder or file beside that of the images."""
     test_masks: str | None = None
     """Masks of the public test set."""
+    file_column: str | None = None
+    """Column of a table that names the image files. Default: file, file_name, path, image or image_id."""
+    label_column: str | None = None
+    """Column of a table that names the class. Default: label, class, target, diagnosis or dx."""
+    split_column: str | None = None
+    """Column of a table that says train, test or val. Default: split, set or partition, if there is one."""
+    image_folder: str | None = None
+    """Folder in which the files of a table lie. Default: that of the table."""
+    classes: str | None = None
+    """Names of all classes, separated by commas: required for a table, so that private labels do not decide them."""
+    public_classes: bool = False
+    """Read the classes off the labels of a table, and declare them public."""
+    frames: Literal["auto", "all", "first"] = "auto"
+    """Frames of a DICOM file and pages of a TIFF; auto takes all where their owner is known."""
     findings: str | None = None
     """Multi-label targets: a CSV with the column file and one column per finding (1, 0, -1 or empty: unknown)."""
     findings_columns: str | None = None
@@ -132,9 +146,10 @@ class DataConfig(Settings):
     only_foreground: bool = False
     """Leave out images whose mask is empty."""
     unit_column: str | None = None
-    """Array of the .npz file, or column of --unit-csv, that names the owner of a row."""
+    """Array of the .npz file, or column of the table or of --unit-csv, that names the owner of a row. Default for a
+    table: patient, patient_id, subject and the like, if there is one."""
     unit_csv: str | None = None
-    """CSV file with the columns file and unit."""
+    """CSV or Parquet file with the columns file and unit."""
     unit_folder_level: int | None = Field(default=None, ge=1)
     """Folder level that names the owner: 1 is the class folder, 2 the folder in it."""
     unit_pattern: Annotated[str | None, FIRST] = None
@@ -157,9 +172,19 @@ class DataConfig(Settings):
             raise ValueError(f"unit_pattern must be a regular expression with one group, got {self.unit_pattern!r}")
         if self.findings is None and (self.findings_columns is not None or self.test_findings is not None):
             raise ValueError("findings_columns and test_findings need findings")
+        names = self.class_list
+        if names is not None and (len(names) < 2 or len(set(names)) < len(names) or "" in names):
+            raise ValueError(f"classes must be two or more different names, separated by commas, got {self.classes!r}")
+        if names is not None and (self.public_classes or self.findings is not None):
+            raise ValueError("classes excludes public_classes and findings: leave one of them out")
         if self.window is not None and not self.window[0] < self.window[1]:
             raise ValueError(f"window must be two numbers, the lower one first, got {self.window}")
         return self
+
+    @property
+    def class_list(self) -> tuple[str, ...] | None:
+        """The declared classes, in the order of their numbers."""
+        return None if self.classes is None else tuple(each.strip() for each in self.classes.split(","))
 
     @property
     def name(self) -> str:

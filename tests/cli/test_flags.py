@@ -20,19 +20,20 @@ from dpvision.data import dataset_names
 from dpvision.errors import DataError
 
 FLAGS = {
-    "train": """--adjacency --anyway --averaging --averaging-decay --averaging-start-step --baseline --cache-features
-        --channels
-        --checkpoint-every --clip-norm --clipping --config --count-noise-multiplier --crop-padding --data-dir --delta
-        --device --epochs --erasing --evaluations --expected-batch-size --feature-precision --findings
-        --findings-columns --flip
-        --head-steps --holdout --image-size --initialisation --json --kernels --learning-rate --licence --log --loss
-        --mask-classes --memory-mib --microbatch-size --model --momentum --most-rows-per-owner --name --nesterov
-        --no-channels-last --no-pretrained --no-privacy --noise-multiplier --normalisation --num-units --only-foreground
-        --optimizer --option --output --padding --privacy-unit --public-data --quick --recipe --rotation --rows-per-unit
-        --scale --schedule --schedule-every-steps --schedule-factor --schedule-final-fraction --skip-bad --stages
-        --statistics-noise-multiplier --steps --target-epsilon --task --test --test-findings --test-masks --threads
-        --trained --transfer-source --transfer-weights --unit-column --unit-csv --unit-folder-level --unit-norm
-        --unit-pattern --units --unsafe-seed --views --volume-axis --warmup-steps --weight-decay --window""",
+    "train": """--adjacency --anyway --averaging --averaging-decay --averaging-start-step --baseline
+        --cache-features --channels --checkpoint-every --classes --clip-norm --clipping --config
+        --count-noise-multiplier --crop-padding --data-dir --delta --device --epochs --erasing --evaluations
+        --expected-batch-size --feature-precision --file-column --findings --findings-columns --flip
+        --frames --head-steps --holdout --image-folder --image-size --initialisation --json --kernels
+        --label-column --learning-rate --licence --log --loss --mask-classes --memory-mib --microbatch-size
+        --model --momentum --most-rows-per-owner --name --nesterov --no-channels-last --no-pretrained
+        --no-privacy --noise-multiplier --normalisation --num-units --only-foreground --optimizer --option
+        --output --padding --privacy-unit --public-classes --public-data --quick --recipe --rotation
+        --rows-per-unit --scale --schedule --schedule-every-steps --schedule-factor
+        --schedule-final-fraction --skip-bad --split-column --stages --statistics-noise-multiplier --steps
+        --target-epsilon --task --test --test-findings --test-masks --threads --trained --transfer-source
+        --transfer-weights --unit-column --unit-csv --unit-folder-level --unit-norm --unit-pattern --units
+        --unsafe-seed --views --volume-axis --warmup-steps --weight-decay --window""",
     "resume": "--device --fork --json --log --loss --model --threads",
     "plan": """--adjacency --delta --epochs --expected-batch-size --json --noise-multiplier --num-units --plot
         --scale-down --scale-up --steps --target-epsilon""",

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
+from dicom_files import write_dicom
 from dpvision.cli import app
 from dpvision.release.verify import verify
 from tiny_runs import synthetic_images, tiny_config, write_images
@@ -226,3 +227,57 @@ def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, dpvision, dpvision.cli; assert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# ---- the inputs people have
+
+TINY = ("--model", "linear", "--image-size", "8", "--steps", "6", "--expected-batch-size", "6", "--threads", "1")
+
+
+def test_a_run_from_dicom_protects_patients_and_says_what_has_no_epsilon(tmp_path: Path) -> None:
+    pytest.importorskip("pydicom", reason="DICOM is an optional extra")
+    for number in range(48):
+        pixels = np.random.default_rng(number).integers(0, 1000, (8, 8)).astype(np.uint16) + 2000 * (number % 2)
+        place = tmp_path / "scans" / ("well", "ill")[number % 2] / f"IM{number:04}"
+        write_dicom(place, pixels, patient=f"P{number // 3}", RescaleSlope=1, RescaleIntercept=-1024)
+    source, run = tmp_path / "scans", tmp_path / "run"
+    flags = ("--target-epsilon", "8", "--num-units", "14", "--delta", "0.01", "--window", "-1024", "2000")
+    trained = dpvision("train", source, *flags, *TINY, "--output", run, "--holdout", "0.3", "--anyway", "--json")
+    assert trained.exit_code == 0, trained.output
+    assert verify(run).ok
+    page = (run / "release" / "certificate.md").read_text()
+    first_screen = "\n".join(page.splitlines()[:15])
+    assert "of one patient" in first_screen
+    assert "**No epsilon for the test images:** 30% of the units, held out of training by a keyed draw" in first_screen
+    released = "".join(path.read_text(errors="replace") for path in (run / "release").iterdir())
+    assert "declared public: this run" not in page
+    assert "IM0001" not in released
+    assert '"P1"' not in released
+    predicted = dpvision("predict", run, source / "ill" / "IM0001", "--json")
+    assert json.loads(predicted.stdout)["predictions"][0]["class"] in ("well", "ill")
+    assert dpvision("evaluate", run, "--test", source).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("file,who\na.png,p1", "no column for the label"),
+        ("file,label\na.png,well\nb.png,ill\nz.png,ill", "names 1 images that are not below"),
+        ("file,label\na.png,well", "has no row for 1 images"),
+        ("file,label\na.png,well\nb.png,ill\nb.png,ill", "names 1 images in more than one row"),
+        ("file,label,patient\na.png,well,p1\nb.png,ill,p1", "all 2 images have the same owner, p1"),
+        ("file,label\na.png,well\n../b.png,ill", "names 1 files outside"),
+        ("file,label\na.png,well\nb.png,rare", "labels that are no class: rare"),
+    ],
+)
+def test_a_mistake_in_a_manifest_is_one_line_and_nothing_is_written(tmp_path: Path, rows: str, message: str) -> None:
+    for name in ("a.png", "b.png"):
+        Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / name)
+    (tmp_path / "labels.csv").write_text(rows)
+    run = tmp_path / "run"
+    flags = ("--classes", "well,ill", "--target-epsilon", "8", "--num-units", "14", *TINY, "--output", run, "--anyway")
+    result = dpvision("train", tmp_path / "labels.csv", *flags)
+    assert result.exit_code == 2
+    assert [line for line in result.output.splitlines() if "error:" in line] != []
+    assert message in " ".join(result.output.split())
+    assert not run.exists()

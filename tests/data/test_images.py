@@ -163,7 +163,6 @@ HOSTILE = {
     "eps.png": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image of a known format"),
     "moving.webp": (saved(NOISE, "WEBP", save_all=True, append_images=[NOISE.rotate(90)]), "2 frames or pages"),
     "moving.png": (saved(NOISE, "PNG", save_all=True, append_images=[NOISE.rotate(90)]), "2 frames or pages"),
-    "pages.tif": (saved(NOISE, "TIFF", save_all=True, append_images=[NOISE] * 3), "4 frames or pages"),
     "float.tif": (saved(Image.fromarray(GRADIENT.astype(np.float32)), "TIFF"), "floating-point pixels"),
     "wide.tif": (saved(Image.fromarray(GRADIENT.astype(np.int32) * 10**6), "TIFF"), "outside 16 bits"),
 }

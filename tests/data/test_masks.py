@@ -361,7 +361,7 @@ def test_public_data_of_another_kind_does_not_mind_how_private_owners_are_named(
 def test_a_window_is_refused_where_nothing_would_heed_it(patients: Path) -> None:
     with pytest.raises(DataError, match="no intensities for a window"):
         load(patients / "images", options_of(patients, window=(0.0, 1.0)))
-    with pytest.raises(DataError, match="no intensities for a window"):
+    with pytest.raises(DataError, match="a window is for DICOM and 16-bit grey images"):
         load(patients, LoadOptions(window=(0.0, 1.0)))
 
 

@@ -192,7 +192,7 @@ def test_private_labels_do_not_decide_which_classes_there_are(tmp_path: Path) ->
     with pytest.raises(DataError, match=r"labels must lie in 0\.\.2, the numbers of the classes\. Name all classes"):
         load(beyond, private())
     alone = write(tmp_path / "alone.npz", images=GREY, labels=LABELS)
-    with pytest.raises(DataError, match="Add an array of texts named class_names"):
+    with pytest.raises(DataError, match="Declare them with --classes"):
         load(alone, private())
     named = write(tmp_path / "named.npz", images=GREY, labels=LABELS, class_names=np.array(["a", "b", "c", "d"]))
     assert load(named, private()).train.class_names == ("a", "b", "c", "d")

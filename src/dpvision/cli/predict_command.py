@@ -93,11 +93,14 @@ def evaluate(
 
 def predict(
     run: Run,
-    images: Annotated[list[Path], typer.Argument(help="Image files, folders of them, or NIfTI volumes for masks.")],
+    images: Annotated[
+        list[Path], typer.Argument(help="Image or DICOM files, folders of them, or NIfTI volumes for masks.")
+    ],
     output: Annotated[Path | None, typer.Option(help="Folder for masks: NAME_mask.png or NAME_mask.nii.gz.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing masks.")] = False,
     window: Annotated[
-        tuple[float, float] | None, typer.Option(help="Volumes: intensities from LOW to HIGH. Default: the run's own.")
+        tuple[float, float] | None,
+        typer.Option(help="Volumes, DICOM: intensities from LOW to HIGH. Default: the run's own."),
     ] = None,
     csv: Annotated[
         Path | None, typer.Option(help="File for a table: every image with the probability of each class.")
@@ -153,7 +156,9 @@ def _classes(released: ReleasedModel, images: list[Path], *, skip_bad: bool, dev
     from dpvision.data import load_images
     from dpvision.inference import predict_probabilities
 
-    loaded, names, skipped = load_images(images, image_shape=released.image_shape, skip_bad=skip_bad)
+    loaded, names, skipped = load_images(
+        images, image_shape=released.image_shape, skip_bad=skip_bad, window=released.file_window
+    )
     several = released.config.data.findings is not None
     rows = predict_probabilities(released.model.to(device), loaded, released.normalisation, findings=several)
     if several:

@@ -66,6 +66,8 @@ def train(given: Given, flags: TrainFlags) -> None:
 
     Masks: dpvision train --task segmentation ./slices ./masks --target-epsilon 3
 
+    A table of files: dpvision train labels.csv --classes benign,malignant --target-epsilon 3
+
     Your own model: dpvision train ./scans --model my_model.py:make --target-epsilon 3
 
     Watch it: dpvision train ./scans --target-epsilon 3 --log tensorboard,csv
@@ -231,7 +233,7 @@ def _require_paths(config: RunConfig) -> None:
     from dpvision.config import KNOWN_DATASETS
 
     data = config.data
-    for path in (data.source, data.test, data.masks, data.test_masks):
+    for path in (data.source, data.test, data.masks, data.test_masks, data.image_folder):
         if path is None or path in KNOWN_DATASETS:
             continue
         try:

@@ -1,4 +1,4 @@
-"""Findings of images: labels of which several, or none, can hold, from a CSV file with one column per finding.
+"""Findings of images: labels of which several, or none, can hold, from a table with one column per finding.
 
 A cell is 1 (present), 0 (absent), or unknown: empty, or -1 for uncertain, as in CheXpert. Unknown labels are NaN. They
 are masked in the loss and in each metric, and change no divisor.
@@ -6,8 +6,6 @@ are masked in the loss and in each metric, and change no divisor.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,10 +14,9 @@ import torch
 from torch import Tensor
 
 from dpvision.data.image_folder import Listing, files_below
-from dpvision.data.images import SUFFIXES, is_image
+from dpvision.data.images import SUFFIXES, is_readable
 from dpvision.data.options import LoadOptions
-from dpvision.data.safe_read import open_regular
-from dpvision.data.units import FILE_HEADINGS
+from dpvision.data.tables import FILE_HEADINGS, FileIndex, file_name, read_table
 from dpvision.errors import DataError, shown, some_of
 
 _PRESENT = frozenset({"1", "1.0"})
@@ -50,29 +47,28 @@ def list_findings(
     files = _images_below(root)
     if not files:
         raise DataError(f"{shown(root)} has no images ({', '.join(sorted(SUFFIXES))}).")
-    place: dict[str, list[int]] = {}
-    for number, file in enumerate(files):
-        for name in _names_of(file, root):
-            place.setdefault(name, []).append(number)
-    elsewhere = set() if other is None else {name for file in _images_below(other) for name in _names_of(file, other)}
+    index = FileIndex(files, above=_folders_above(root))
+    elsewhere = FileIndex(
+        () if other is None else _images_below(other), above=() if other is None else _folders_above(other)
+    )
     labels = np.full((len(files), len(found_names)), np.nan, dtype=np.float32)
     seen: set[int] = set()
     unknown: list[str] = []
     for name, values in rows:
-        at = place.get(name, [])
+        at = index.find(name)
         if len(at) > 1 or (at and at[0] in seen):
             raise DataError(f"{shown(path)} names {shown(name)} twice, or the name fits several files.")
         if at:
             seen.add(at[0])
             labels[at[0]] = values
-        elif name not in elsewhere:
+        elif not elsewhere.find(name):
             unknown.append(name)
     if unknown and not options.public:
         raise DataError(f"{shown(path)} names {len(unknown)} files which are not in the folder: {some_of(unknown)}.")
     missing = [file for number, file in enumerate(files) if number not in seen]
     if missing:
         raise DataError(f"{shown(path)} has no row for {len(missing)} images: {some_of(missing)}.")
-    return Listing(root=root, class_names=found_names, files=tuple(files), findings=_tensor(labels))
+    return Listing(root=root, class_names=found_names, files=tuple(files), given_labels=_tensor(labels))
 
 
 def _tensor(labels: np.ndarray) -> Tensor:
@@ -80,25 +76,21 @@ def _tensor(labels: np.ndarray) -> Tensor:
 
 
 def _images_below(root: Path) -> list[str]:
-    return sorted(file for file in files_below(root) if is_image(Path(file)))
+    return sorted(file for file in files_below(root) if is_readable(root / file))
 
 
-def _names_of(file: str, root: Path) -> set[str]:
-    """Names by which a CSV may call a file: alone, by its path below the folder, or with the folders above it."""
+def _folders_above(root: Path) -> tuple[str, str]:
+    """Folders by which a table may begin the name of a file: its folder, or that one with the folder above it."""
     folder = root.resolve()
-    return {file, file.rpartition("/")[2], f"{folder.name}/{file}", f"{folder.parent.name}/{folder.name}/{file}"}
+    return folder.name, f"{folder.parent.name}/{folder.name}"
 
 
 def _table(
     path: Path, options: LoadOptions, names: Sequence[str] | None
 ) -> tuple[tuple[str, ...], list[tuple[str, list[float]]]]:
     """Read the names of the findings, and (file, values) of every row."""
-    try:
-        with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
-            lines = [[cell.strip() for cell in line] for line in csv.reader(file, strict=True) if any(line)]
-    except (OSError, ValueError, csv.Error) as error:
-        raise DataError(f"{shown(path)} can't be read as CSV: {shown(error)}.") from error
-    heading = lines[0] if lines else []
+    table = read_table(path)
+    heading, lines = table.heading, table.rows
     file_at = next((at for at, cell in enumerate(heading) if cell.lower() in FILE_HEADINGS), None)
     if file_at is None or len(set(heading)) < len(heading):
         raise DataError(f"{shown(path)} needs a heading of different names with 'file' and one column per finding.")
@@ -109,11 +101,11 @@ def _table(
         raise DataError(f"{shown(path)} has no column for {some_of(absent) or 'a finding'}.")
     columns = [heading.index(name) for name in wanted]
     rows: list[tuple[str, list[float]]] = []
-    for number, line in enumerate(lines[1:], 2):
-        if len(line) <= file_at or not line[file_at]:
+    for number, line in enumerate(lines, 2):
+        if not line[file_at]:
             raise DataError(f"{shown(path)}: line {number} names no file.")
-        values = [_value(line[at] if at < len(line) else "", path, number, heading[at]) for at in columns]
-        rows.append((line[file_at].replace("\\", "/").removeprefix("./"), values))
+        values = [_value(line[at], path, number, heading[at]) for at in columns]
+        rows.append((file_name(line[file_at]), values))
     return tuple(wanted), rows
 
 

@@ -7,18 +7,37 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import final
 
 import numpy as np
 import torch
 
-from dpvision.data.images import SUFFIXES, decode_all, is_image, read_each, read_header, usable
+from dpvision.data.images import (
+    SUFFIXES,
+    FrameList,
+    Place,
+    decode_all,
+    expand_frames,
+    is_readable,
+    read_each,
+    read_header,
+    usable,
+)
 from dpvision.data.options import LoadOptions, Progress
 from dpvision.data.store import ImageStore
-from dpvision.data.units import TEST_FOLDERS, TRAIN_FOLDER, unit_names, unit_numbers
+from dpvision.data.units import (
+    OWNED_BY_FILE,
+    OWNED_BY_PATIENT,
+    TEST_FOLDERS,
+    TRAIN_FOLDER,
+    require_real_owners,
+    unit_names,
+    unit_numbers,
+)
 from dpvision.errors import DataError, printable, shown, some_of
 
 # Sides tried, largest first, when images have no common size and none is asked for.
@@ -35,21 +54,38 @@ class Listing:
         root: the folder.
         class_names: the classes, in the order of their numbers.
         files: paths below ``root``, sorted.
-        findings: labels (files, findings) where several classes, or none, can hold; None for one class a file.
+        given_labels: the class number of each file, or labels (files, findings) where several classes, or none, can
+            hold; None takes the class from the first folder.
+        owners: who owns each file, where a table says so.
+        owners_from: which column of which table that is, for the certificate.
+        unused: a sentence about rows that are neither trained on nor tested on.
+        content: a function from the number of a file to its bytes, where a table holds the images itself.
     """
 
     root: Path
     class_names: tuple[str, ...]
     files: tuple[str, ...]
-    findings: torch.Tensor | None = None
+    given_labels: torch.Tensor | None = None
+    owners: tuple[str, ...] | None = None
+    owners_from: str | None = None
+    unused: str = ""
+    content: Callable[[int], bytes] | None = None
 
     @property
     def labels(self) -> torch.Tensor:
-        """The findings of each file, or its class number, from its first folder."""
-        if self.findings is not None:
-            return self.findings
+        """The findings of each file, or its class number, given or from its first folder."""
+        if self.given_labels is not None:
+            return self.given_labels
         number = {name: index for index, name in enumerate(self.class_names)}
         return torch.tensor([number[file.split("/")[0]] for file in self.files], dtype=torch.int64)
+
+    @property
+    def places(self) -> list[Place]:
+        """Where the image of each file is."""
+        content = self.content
+        if content is not None:
+            return [partial(content, number) for number in range(len(self.files))]
+        return [self.root / file for file in self.files]
 
 
 def split_folders(root: Path) -> tuple[Path, Path | None]:
@@ -90,9 +126,9 @@ def list_classes(root: Path, *, class_names: Sequence[str] | None = None, least:
     if unknown:
         raise DataError(f"{shown(root)} has folders that are no class of this model: {some_of(unknown)}.")
     below = (file for name in found for file in files_below(root / name, prefix=name))
-    files = sorted(file for file in below if is_image(Path(file)))
+    files = sorted(file for file in below if is_readable(root / file))
     if not files:
-        raise DataError(f"{shown(root)} has no images in its class folders ({', '.join(sorted(SUFFIXES))}).")
+        raise DataError(f"{shown(root)} has no images in its class folders ({', '.join(sorted(SUFFIXES))}, DICOM).")
     names = tuple(found if class_names is None else class_names)
     return Listing(root=root, class_names=names, files=tuple(files))
 
@@ -119,31 +155,79 @@ def load_listing(
     Raises:
         DataError: if images can't be decoded or the owner of a file is not known.
     """
-    units = unit_names(listing.files, options=options, also_known=also_known)
+    found, owned_by = listing.owners, listing.owners_from
+    if found is None:
+        named = unit_names(listing.files, options=options, also_known=also_known)
+        found = None if named is None else tuple(named)
     names = [printable(file) for file in listing.files]
-    images, good, bad = decode_all(
-        [listing.root / file for file in listing.files],
-        names,
+    images = expand_frames(
+        listing.places, names, first_only=options.frames == "first", skip_bad=options.skip_bad, progress=progress
+    )
+    units = None if found is None else tuple(found[file] for file in images.files)
+    if units is None:
+        units, owned_by = _owners_of_frames(images, listing, options)
+    if units is not None and not options.public:
+        require_real_owners(units, owned_by or "the named unit")
+    places = listing.places
+    pixels, good, bad = decode_all(
+        [places[file] for file in images.files],
+        images.names,
         image_shape=image_shape,
         squash=options.squash,
         skip_bad=options.skip_bad,
         progress=progress,
+        frames=images.frames,
+        window=options.window,
     )
     owners = None if units is None else tuple(units[row] for row in good)
     return ImageStore(
-        images=images,
-        labels=listing.labels[good],
+        images=pixels,
+        labels=listing.labels[[images.files[row] for row in good]],
         class_names=tuple(printable(each) for each in listing.class_names),
         unit_of_row=unit_numbers(owners, len(good), options),
         owners=owners,
+        owners_from=owned_by,
         name=name,
-        row_names=tuple(names[row] for row in good),
-        skipped=bad,
+        row_names=tuple(images.names[row] for row in good),
+        skipped=images.bad + bad,
+        unused=listing.unused,
     )
 
 
+def _owners_of_frames(
+    images: FrameList, listing: Listing, options: LoadOptions
+) -> tuple[tuple[str, ...] | None, str | None]:
+    """Find owners that no option names: the patient of a DICOM file, or with ``frames=all`` the file of each frame.
+
+    Raises:
+        DataError: only some files name a patient, or a file has several frames and nothing says who owns them.
+    """
+    if any(patient is not None for patient in images.patients):
+        missing = [name for name, patient in zip(images.names, images.patients, strict=True) if not patient]
+        if missing and not options.public and options.units != "rows":
+            raise DataError(
+                f"{len(missing)} of {len(images.names)} images have no DICOM patient id: {some_of(missing)}. Name the "
+                "owner with --unit-csv, --unit-pattern or --unit-folder-level, or protect single images: --units rows."
+            )
+        return (None, None) if missing else (tuple(printable(p or "") for p in images.patients), OWNED_BY_PATIENT)
+    if options.frames == "all":
+        return tuple(printable(listing.files[file]) for file in images.files), OWNED_BY_FILE
+    several = [listing.files[file] for file, frame in zip(images.files, images.frames, strict=True) if frame == 1]
+    if several and not options.public:
+        raise DataError(
+            f"{len(several)} files have several frames or pages: {some_of(several)}. "
+            "Name their owner, take --frames all (then a file is the privacy unit), or take --frames first."
+        )
+    return None, None
+
+
 def shape_for(
-    root: Path, files: Sequence[str], options: LoadOptions, *, progress: Progress | None = None
+    root: Path,
+    files: Sequence[str],
+    options: LoadOptions,
+    *,
+    places: Sequence[Place] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[int, int, int]:
     """Choose the shape of the images: as the options say, or as most of the headers say.
 
@@ -153,6 +237,7 @@ def shape_for(
         root: the folder.
         files: image files below it.
         options: the shape asked for, and whether bad images are skipped.
+        places: where the images are, if not below ``root``.
         progress: called after each file.
 
     Returns:
@@ -160,7 +245,10 @@ def shape_for(
     """
     if options.size is not None and options.channels is not None:
         return options.channels, *options.size
-    results = read_each(lambda n: read_header(root / files[n]), len(files), what="looking at images", progress=progress)
+    places = places or [root / file for file in files]
+    results = read_each(
+        lambda n: read_header(places[n], frames=True), len(files), what="looking at images", progress=progress
+    )
     headers, _, _ = usable(results, files, skip_bad=options.skip_bad)
     grey = 2 * sum(each.grey for each in headers) > len(headers)
     size = options.size or usual_size([(each.height, each.width) for each in headers])

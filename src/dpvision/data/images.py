@@ -7,6 +7,7 @@ another.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import threading
@@ -25,6 +26,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from dpvision.data.dicom import dicom_frame, is_dicom, read_dicom_header
 from dpvision.data.options import LoadOptions, MaskClasses, Progress
 from dpvision.data.safe_read import open_regular, reading
 from dpvision.data.store import ImageStore
@@ -213,16 +215,20 @@ MAX_WORKERS = 8
 _ONE_LARGE = threading.Lock()
 Result = TypeVar("Result")
 BadFiles = tuple[tuple[str, str], ...]  # (name, reason) of each
+Place = Path | Callable[[], bytes]
+"""Where an image is: a file, or a function that returns its bytes, for images inside a table."""
 
 
 @final
 @dataclass(frozen=True)
 class ImageHeader:
-    """Size in pixels and kind of an image, as its header states them."""
+    """Size in pixels and kind of an image, as its header states them; its frames or pages, and its DICOM patient."""
 
     height: int
     width: int
     grey: bool
+    frames: int = 1
+    patient: str | None = None
 
 
 def is_image(path: Path) -> bool:
@@ -230,33 +236,65 @@ def is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
 
 
-def read_header(path: Path) -> ImageHeader:
-    """Read the size and the kind of an image without decoding its pixels. The EXIF orientation is applied."""
-    with opened(path) as image:
+def is_readable(path: Path) -> bool:
+    """Whether a file is an image of a format that Pillow reads, or DICOM."""
+    return is_image(path) or is_dicom(path)
+
+
+def has_frames(path: Path) -> bool:
+    """Whether a file may hold several images, or name its patient: its header is read first."""
+    return path.suffix.lower() in (".tif", ".tiff") or is_dicom(path)
+
+
+def read_header(place: Place, *, frames: bool = False) -> ImageHeader:
+    """Read the size and the kind of an image without decoding its pixels. The EXIF orientation is applied.
+
+    Args:
+        place: the image.
+        frames: accept several frames or pages.
+    """
+    if isinstance(place, Path) and is_dicom(place):
+        found = read_dicom_header(place)
+        return ImageHeader(found.height, found.width, found.grey, found.frames, found.patient)
+    with opened(place, frame=0 if frames else None) as image:
         width, height = image.size
         if _orientation(image) >= 5:
             width, height = height, width
-        return ImageHeader(height, width, image.mode in GREY_MODES)
+        return ImageHeader(height, width, image.mode in GREY_MODES, getattr(image, "n_frames", 1) if frames else 1)
 
 
-def decode(path: Path, *, image_shape: tuple[int, int, int], squash: bool = False) -> NDArray[np.uint8]:
-    """Decode one image file.
+def decode(
+    place: Place,
+    *,
+    image_shape: tuple[int, int, int],
+    squash: bool = False,
+    frame: int | None = None,
+    window: tuple[float, float] | None = None,
+) -> NDArray[np.uint8]:
+    """Decode one image.
 
     Args:
-        path: the file.
+        place: the image.
         image_shape: channels (1 or 3), height and width of the result.
         squash: scale to that size exactly, instead of covering it and cropping the middle.
+        frame: which frame or page, from 0; None refuses an image that has several.
+        window: intensities that become 0 and 255, for DICOM and for 16-bit grey images.
 
     Returns:
-        uint8 (C, H, W), upright. Transparent parts are laid over black; 16-bit values are scaled from their full range.
+        uint8 (C, H, W), upright. Transparent parts are laid over black; 16-bit values are scaled from their full range,
+        or by the window.
 
     Raises:
         BadFile: if the file is not a usable image; decoders may raise other exceptions too.
     """
     channels, *size = image_shape
-    with opened(path) as image:
-        image.load()
-        flat = upright(_flattened(image).convert("L" if channels == 1 else "RGB"), image)
+    mode = "L" if channels == 1 else "RGB"
+    if isinstance(place, Path) and is_dicom(place):
+        flat = Image.fromarray(dicom_frame(place, frame=frame or 0, window=window)).convert(mode)
+    else:
+        with opened(place, frame=frame) as image:
+            image.load()
+            flat = upright(_flattened(image, window).convert(mode), image)
     flat = scaled(flat, (size[0], size[1]), squash=squash, method=Image.Resampling.BILINEAR)
     return np.asarray(flat).reshape(*size, channels).transpose(2, 0, 1)
 
@@ -335,23 +373,27 @@ def usable(
 
 
 def decode_all(
-    paths: Sequence[Path],
+    paths: Sequence[Place],
     names: Sequence[str],
     *,
     image_shape: tuple[int, int, int],
     squash: bool = False,
     skip_bad: bool = False,
     progress: Progress | None = None,
+    frames: Sequence[int | None] | None = None,
+    window: tuple[float, float] | None = None,
 ) -> tuple[Tensor, list[int], BadFiles]:
-    """Decode many image files in parallel.
+    """Decode many images in parallel.
 
     Args:
-        paths: the files.
+        paths: where they are.
         names: what to call them in messages.
         image_shape: channels, height and width of every image.
         squash: see ``decode``.
         skip_bad: leave out files that can't be decoded, instead of refusing all.
         progress: called after each file.
+        frames: the frame or page of each; by default a file with several is refused.
+        window: see ``decode``.
 
     Returns:
         The images as uint8 (N, C, H, W); the numbers of the files that they come from; (name, reason) of the skipped
@@ -368,7 +410,8 @@ def decode_all(
         pixels = np.zeros((len(paths), *image_shape), dtype=np.uint8)
 
     def fill(row: int) -> None:
-        pixels[row] = decode(paths[row], image_shape=image_shape, squash=squash)
+        frame = None if frames is None else frames[row]
+        pixels[row] = decode(paths[row], image_shape=image_shape, squash=squash, frame=frame, window=window)
 
     results = read_each(fill, len(paths), what="reading images", progress=progress)
     _, good, bad = usable(results, names, skip_bad=skip_bad)
@@ -376,7 +419,12 @@ def decode_all(
 
 
 def load_images(
-    paths: Sequence[Path | str], *, image_shape: tuple[int, int, int], squash: bool = False, skip_bad: bool = False
+    paths: Sequence[Path | str],
+    *,
+    image_shape: tuple[int, int, int],
+    squash: bool = False,
+    skip_bad: bool = False,
+    window: tuple[float, float] | None = None,
 ) -> tuple[Tensor, tuple[str, ...], BadFiles]:
     """Load image files, and all images below folders.
 
@@ -385,9 +433,10 @@ def load_images(
         image_shape: channels (1 or 3), height and width of every image.
         squash: see ``decode``.
         skip_bad: leave out files that can't be decoded, instead of refusing all.
+        window: see ``decode``.
 
     Returns:
-        The images as uint8 (N, C, H, W); their names; (name, reason) of the skipped ones.
+        The images as uint8 (N, C, H, W), one for each frame or page; their names; (name, reason) of the skipped ones.
 
     Raises:
         DataError: if there are no images or some can't be decoded.
@@ -396,12 +445,79 @@ def load_images(
     found = []
     for path in paths:
         with reading(path):
-            found += files_of(Path(path), is_image)
+            found += files_of(Path(path), is_readable)
     if not found:
-        raise DataError(f"no images given: name files or folders with {', '.join(sorted(SUFFIXES))} files.")
+        raise DataError(f"no images given: name files or folders with {', '.join(sorted(SUFFIXES))} or DICOM files.")
     names = [printable(path) for path in found]
-    pixels, good, bad = decode_all(found, names, image_shape=image_shape, squash=squash, skip_bad=skip_bad)
-    return pixels, tuple(names[row] for row in good), bad
+    images = expand_frames(found, names, skip_bad=skip_bad)
+    pixels, good, bad = decode_all(
+        [found[file] for file in images.files],
+        images.names,
+        image_shape=image_shape,
+        squash=squash,
+        skip_bad=skip_bad,
+        frames=images.frames,
+        window=window,
+    )
+    return pixels, tuple(images.names[row] for row in good), images.bad + bad
+
+
+@final
+@dataclass(frozen=True)
+class FrameList:
+    """The images in a list of files: of each the number of its file, its frame and its name.
+
+    Attributes:
+        files: the number of the file of each image.
+        frames: the frame or page of each image; None in a file of a format that holds one.
+        names: what to call each image in messages.
+        patients: the patient of each image, "" where a DICOM file names none, None in other files.
+        bad: (name, reason) of files whose header can't be read.
+    """
+
+    files: list[int]
+    frames: list[int | None]
+    names: list[str]
+    patients: list[str | None]
+    bad: BadFiles = ()
+
+
+def expand_frames(
+    places: Sequence[Place],
+    names: Sequence[str],
+    *,
+    first_only: bool = False,
+    skip_bad: bool = False,
+    progress: Progress | None = None,
+) -> FrameList:
+    """List the frames and pages of TIFF and DICOM files; other files hold one image each, and are not opened.
+
+    Args:
+        places: the files.
+        names: what to call them.
+        first_only: take the first frame of each.
+        skip_bad: leave out files whose header can't be read.
+        progress: called after each file.
+
+    Raises:
+        DataError: see ``usable``.
+    """
+    looked = [n for n, place in enumerate(places) if isinstance(place, Path) and has_frames(place)]
+    results = read_each(
+        lambda n: read_header(places[looked[n]], frames=True), len(looked), what="looking at images", progress=progress
+    )
+    headers, good, bad = usable(results, [names[n] for n in looked], skip_bad=skip_bad)
+    known = dict(zip((looked[n] for n in good), headers, strict=True))
+    found = FrameList([], [], [], [], bad)
+    for number in sorted({*range(len(places))} - {*looked} | known.keys()):
+        header = known.get(number)
+        count = 1 if header is None or first_only else header.frames
+        for frame in range(count):
+            found.files.append(number)
+            found.frames.append(None if header is None else frame)
+            found.names.append(names[number] if count == 1 else f"{names[number]}#{frame + 1}")
+            found.patients.append(None if header is None else header.patient)
+    return found
 
 
 def files_of(source: Path, wanted: Callable[[Path], bool]) -> list[Path]:
@@ -425,30 +541,37 @@ def _tried(read: Callable[[int], Result], row: int) -> Result | str:
 
 @contextmanager
 def _strict_pillow() -> Iterator[None]:
-    """Make decompression bombs errors and silence other warnings of Pillow, in all threads; set once, around the
-    pool.
+    """Make decompression bombs errors and silence other warnings of Pillow and pydicom, in all threads; set once,
+    around the pool.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"PIL(\.|$)")
+        warnings.filterwarnings("ignore", module=r"(PIL|pydicom)(\.|$)")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         yield
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Image.Image]:
-    """Open an image file and check its header against the limits; its pixels are not decoded yet."""
+def opened(place: Place, *, frame: int | None = None) -> Iterator[Image.Image]:
+    """Open an image and check its header against the limits; its pixels are not decoded yet.
+
+    Args:
+        place: the image.
+        frame: which of its frames or pages; None refuses an image that has several.
+    """
     # By its content, not by its name: Pillow maps a named raw TIFF into memory and garbles it when it is turned.
-    with open_regular(path) as file, _identified(file) as image:
+    with open_regular(place) if isinstance(place, Path) else io.BytesIO(place()) as file, _identified(file) as image:
+        frames = getattr(image, "n_frames", 1) if image.format != "MPO" else 1
+        if frame is None and frames > 1:
+            raise BadFile(f"{frames} frames or pages; store each as an image of its own, or take --frames all or first")
+        if frame:
+            image.seek(frame)
         if image.width * image.height > MAX_PIXELS:
             raise BadFile(f"more than {MAX_PIXELS} pixels")
-        frames = getattr(image, "n_frames", 1)
-        if frames > 1 and image.format != "MPO":
-            raise BadFile(f"{frames} frames or pages; store each as an image of its own")
         with _ONE_LARGE if image.width * image.height > LARGE_PIXELS else nullcontext():
             yield image
 
 
-def _identified(file: BinaryIO) -> Image.Image:
+def _identified(file: BinaryIO | io.BytesIO) -> Image.Image:
     """Recognise the format by the content, or raise ``BadFile``."""
     try:
         return Image.open(file, formats=FORMATS)
@@ -467,8 +590,12 @@ def _orientation(image: Image.Image) -> int:
     return value if isinstance(value, int) else 1
 
 
-def _flattened(image: Image.Image) -> Image.Image:
+def _flattened(image: Image.Image, window: tuple[float, float] | None = None) -> Image.Image:
     """Convert an image to 8 bits without transparency."""
+    if window is not None:
+        if image.mode not in SIXTEEN_BIT:
+            raise BadFile("a window is for DICOM and 16-bit grey images")
+        return Image.fromarray(windowed(np.asarray(image)[None], window)[0])
     if image.mode == "F":
         raise BadFile("floating-point pixels, whose range is not known; store 8 or 16 bits")
     if image.mode in SIXTEEN_BIT:

@@ -11,13 +11,16 @@ from dpvision.data.datasets import DATASETS, DIGITS, dataset_names, load_digits,
 from dpvision.data.finding_table import list_findings
 from dpvision.data.image_folder import Listing, list_classes, load_listing, shape_for, split_folders
 from dpvision.data.images import fit
+from dpvision.data.manifest import is_tiny_imagenet, list_manifest, list_tiny_imagenet, refuse_test_files
 from dpvision.data.masks import load_pairs, with_foreground
 from dpvision.data.mnist_cifar import has_cifar, has_idx, load_cifar, load_idx, open_cifar, refuse_pickled_cifar
 from dpvision.data.normalisation import Normalisation, fixed_normalisation
-from dpvision.data.npz import arrays_of, load_npz, splits_of_arrays
+from dpvision.data.npz import arrays_of, has_val_arrays, load_npz, splits_of_arrays
 from dpvision.data.options import LoadOptions, Progress
 from dpvision.data.safe_read import reading
 from dpvision.data.store import ImageStore
+from dpvision.data.tables import is_table
+from dpvision.data.units import TEST_FOLDERS
 from dpvision.errors import DataError, shown, some_of
 
 Pair = tuple[ImageStore, ImageStore | None]
@@ -32,11 +35,13 @@ class Splits:
         train: the private training split.
         test: the test split, public by declaration of the user; None if the source has none.
         normalisation: published constants of a public dataset, fixed ones otherwise.
+        unused: a sentence about a validation part that is neither trained on nor tested on; "" if there is none.
     """
 
     train: ImageStore
     test: ImageStore | None
     normalisation: Normalisation
+    unused: str = ""
 
 
 def load(source: str | Path, options: LoadOptions | None = None, *, progress: Progress | None = None) -> Splits:
@@ -44,7 +49,7 @@ def load(source: str | Path, options: LoadOptions | None = None, *, progress: Pr
 
     Args:
         source: a name (digits, mnist, fashionmnist, cifar10, cifar100), or the path of an .npz file, a CIFAR archive,
-            a folder or a volume. A ``Path`` is never a name.
+            a table of files and labels, a folder or a volume. A ``Path`` is never a name.
         options: how to read it.
         progress: called while files are read.
 
@@ -58,7 +63,10 @@ def load(source: str | Path, options: LoadOptions | None = None, *, progress: Pr
         train, test, constants = _load(source, options or LoadOptions(), None, progress)
     channels = train.image_shape[0]
     normalisation = (constants or fixed_normalisation(channels)).for_channels(channels)
-    return Splits(train=train, test=test, normalisation=normalisation)
+    unused = train.unused
+    if not unused and not _is_name(source):
+        unused = unused_part(Path(source), has_test=test is not None)
+    return Splits(train=train, test=test, normalisation=normalisation, unused=unused)
 
 
 def load_given(data: object, name: str, options: LoadOptions | None = None) -> Splits:
@@ -86,6 +94,7 @@ def load_one(
     options: LoadOptions | None = None,
     *,
     class_names: Sequence[str] | None = None,
+    owners: bool = False,
     progress: Progress | None = None,
 ) -> ImageStore:
     """Load one public dataset, such as a test folder.
@@ -94,6 +103,7 @@ def load_one(
         source: as for ``load``. Of a source with a test split, that split is loaded.
         options: how to read it. Each row is by itself, whatever they say of units.
         class_names: the classes of a trained model; by default those of the source.
+        owners: find out who owns each row, as the options say, where that can be found out.
         progress: called while files are read.
 
     Returns:
@@ -103,7 +113,7 @@ def load_one(
         DataError: as for ``load``, and if the source has a class that the model does not have.
     """
     with reading(source):
-        train, test, _ = _load(source, (options or LoadOptions()).without_units(), class_names, progress)
+        train, test, _ = _load(source, (options or LoadOptions()).without_units(owners=owners), class_names, progress)
     return _with_classes(test or train, class_names)
 
 
@@ -118,6 +128,8 @@ def _load(
         _refuse_units(options)
         if options.findings is not None:
             raise DataError(f"{source} has one class an image: findings belong to a folder of images.")
+        if options.classes is not None and not options.public:
+            raise DataError(f"{source} has known classes: --classes is for your own images.")
         if source == DIGITS:
             train, test, constants = load_digits()
             return *_fitted(train, test, options), constants
@@ -126,20 +138,25 @@ def _load(
     _require_path(source)
     if options.findings is not None and not path.is_dir():
         raise DataError(f"findings belong to a folder of images, got {shown(path)}.")
-    if options.window is not None and path.suffix != ".npz" and not options.public:
-        raise DataError(f"{shown(path)} has no intensities for a window: that is for .npz files and volumes.")
+    if is_table(path):
+        return *_load_folder(path, options, class_names, progress), None
     if path.is_dir() and not _is_dataset_folder(path):
         refuse_pickled_cifar(open_cifar(path))
         return *_load_folder(path, options, class_names, progress), None
     if path.suffix == ".npz":
         _refuse_units(options, npz=True)
         return *_fitted(*load_npz(path, options), options), None
+    if options.window is not None and not options.public:
+        raise DataError(f"{shown(path)} has no intensities for a window.")
     if path.is_dir() and has_idx(path):
         name = ""
     elif path.is_dir() or path.suffix in (".gz", ".tgz", ".tar"):
         name = "cifar10" if any(each.startswith("data_batch") for each in open_cifar(path).names) else "cifar100"
     else:
-        raise DataError(f"{shown(path)} is no source: give a folder of class folders, an .npz file or a CIFAR archive.")
+        raise DataError(
+            f"{shown(path)} is no source: give a folder, a table (.csv, .jsonl, .parquet), an .npz file or a CIFAR "
+            "archive."
+        )
     _refuse_units(options)
     return *_load_dataset(path, name, options), DATASETS[name].normalisation if name else None
 
@@ -168,23 +185,41 @@ def _load_segmentation(
 def _load_folder(
     path: Path, options: LoadOptions, class_names: Sequence[str] | None, progress: Progress | None
 ) -> Pair:
-    """Load a folder of class folders, or of train/ and test/ folders with class folders; of public data one of them."""
-    name = _name_of(path)
-    train_folder, test_folder = split_folders(path)
+    """Load a folder (class folders, train/ and test/, images with a table) or a table; of public data one part."""
+    name, names = _name_of(path), class_names or options.class_list
+    listing, test_listing = _list_parts(path, options, names)
     if options.public:
-        train_folder, test_folder = test_folder or train_folder, None
-    if options.findings is not None:
-        listing, test_listing = _list_both(train_folder, test_folder, options, class_names)
+        listing, test_listing = test_listing or listing, None
     else:
-        listing = list_classes(train_folder, class_names=class_names, least=1 if options.public else 2)
-        test_listing = None if test_folder is None else list_classes(test_folder, class_names=listing.class_names)
-    shape = shape_for(listing.root, listing.files, options, progress=progress)
+        refuse_test_files(listing, options)
+    shape = shape_for(listing.root, listing.files, options, places=listing.places, progress=progress)
     known = () if test_listing is None else test_listing.files
     train = load_listing(listing, image_shape=shape, options=options, name=name, also_known=known, progress=progress)
     if test_listing is None:
         return train, None
-    public = options.without_units()
-    return train, load_listing(test_listing, image_shape=shape, options=public, name=f"{name} test", progress=progress)
+    public = options.without_units(owners=True)
+    name, known = f"{name} test", listing.files
+    test = load_listing(test_listing, image_shape=shape, options=public, name=name, also_known=known, progress=progress)
+    return train, test
+
+
+def _list_parts(path: Path, options: LoadOptions, names: Sequence[str] | None) -> tuple[Listing, Listing | None]:
+    """List the training images of a folder or a table, and the test images if it has any."""
+    if options.findings is None and path.is_dir() and is_tiny_imagenet(path):
+        return list_tiny_imagenet(path, class_names=names)
+    found = list_manifest(path, options, class_names=names) if options.findings is None else None
+    if found is not None:
+        return found
+    given = [name for name in ("file_column", "label_column", "split_column") if getattr(options, name) is not None]
+    if given and not options.public:
+        raise DataError(f"{shown(path)} has no table for {' and '.join(given)}: name the table itself as the source.")
+    train_folder, test_folder = split_folders(path)
+    if options.public:
+        train_folder, test_folder = test_folder or train_folder, None
+    if options.findings is not None:
+        return _list_both(train_folder, test_folder, options, names)
+    listing = list_classes(train_folder, class_names=names, least=1 if options.public else 2)
+    return listing, None if test_folder is None else list_classes(test_folder, class_names=listing.class_names)
 
 
 def _list_both(
@@ -194,8 +229,23 @@ def _list_both(
     listing = list_findings(train, options, names=names, other=test)
     if test is None:
         return listing, None
-    public = options.without_units().model_copy(update={"findings": options.test_findings or options.findings})
+    public = options.without_units(owners=True).model_copy(
+        update={"findings": options.test_findings or options.findings}
+    )
     return listing, list_findings(test, public, names=listing.class_names)
+
+
+def unused_part(path: Path, *, has_test: bool) -> str:
+    """Say which validation part of a source is neither trained on nor tested on: one beside a test part."""
+    found = ""
+    if path.suffix == ".npz":
+        found = "val_images" if has_val_arrays(path) else ""
+    elif path.is_dir() and is_tiny_imagenet(path):
+        return "Tiny ImageNet: val/ is the test split; the images of test/ have no labels and are not used."
+    elif path.is_dir() and has_test and (path / "train").is_dir():
+        folders = [name for name in TEST_FOLDERS if (path / name).is_dir()]
+        found = f"{folders[1]}/" if len(folders) > 1 else ""
+    return f"{found} is neither trained on nor tested on: the test part is measured." if found and has_test else ""
 
 
 def _load_dataset(place: Path, name: str, options: LoadOptions) -> Pair:

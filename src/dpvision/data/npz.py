@@ -19,6 +19,7 @@ from dpvision.data.images import mask_bytes, mask_class_names, windowed
 from dpvision.data.options import LoadOptions
 from dpvision.data.safe_read import open_regular, read_member, reading
 from dpvision.data.store import ImageStore, store_of_arrays
+from dpvision.data.units import require_real_owners
 from dpvision.errors import DataError, printable, shown, some_of
 
 IMAGE_KEYS = {"train": ("images", "x_train", "train_images", "X", "x"), "test": ("x_test", "test_images")}
@@ -56,6 +57,12 @@ def load_npz(
     """
     options = options or LoadOptions()
     return splits_of_arrays(_open(path, options.unit_column), path, options, class_names=class_names)
+
+
+def has_val_arrays(path: Path) -> bool:
+    """Whether an .npz file that could be loaded has a validation part too, as MedMNIST's have."""
+    with open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        return not {"val_images.npy", "x_val.npy"}.isdisjoint(archive.namelist())
 
 
 def arrays_of(data: object) -> dict[str, NDArray[Any]]:
@@ -122,6 +129,8 @@ def _part(arrays: dict[str, NDArray[Any]], split: str, options: LoadOptions, pat
     # Training without its owners is refused; a public part without them is measured as one.
     if column is not None and (column in arrays or not (options.public or split == "test")):
         owners = _units(_pick(arrays, (column,), path), column, path)
+        if split == "train" and not options.public:
+            require_real_owners(_texts(owners.reshape(-1)), f"the array {shown(column)}")
     return _Part(images, answers, owners)
 
 
@@ -228,8 +237,9 @@ def _class_names(
     path: Path,
 ) -> tuple[str, ...]:
     """Name the classes: as given, as the file says, or as those labels say that are public."""
-    if given is not None:
-        return tuple(given)
+    declared = given if given is not None else options.class_list
+    if declared is not None:
+        return tuple(declared)
     if CLASS_NAMES_KEY in arrays and not (options.segmentation and options.mask_classes == "merged"):
         return tuple(_texts(arrays[CLASS_NAMES_KEY].reshape(-1)))
     if options.segmentation and (labels or options.mask_classes == "merged"):
@@ -237,7 +247,7 @@ def _class_names(
     if not labels:
         raise DataError(
             f"{shown(path)} does not say which classes there are, and has no public test part that shows them: private "
-            "labels must not decide it. Add an array of texts named class_names to the images and labels."
+            "labels must not decide it. Declare them with --classes A,B,…, or add an array of texts named class_names."
         )
     if len({each.dtype.kind in "US" for each in labels}) > 1:
         raise DataError(f"{shown(path)}: labels are texts in one split and numbers in the other.")

@@ -80,9 +80,13 @@ class LoadOptions(DataConfig):
             )
         return owners is not None and self.units != "rows"
 
-    def without_units(self) -> LoadOptions:
-        """Return options for public data, where each row is by itself; masks are still measured owner by owner."""
-        names = () if self.segmentation else ("unit_column", "unit_csv", "unit_folder_level", "unit_pattern")
+    def without_units(self, *, owners: bool = False) -> LoadOptions:
+        """Return options for data that is not trained on, where each row is by itself.
+
+        Args:
+            owners: find out who owns each row all the same; masks are always measured owner by owner.
+        """
+        names = () if self.segmentation or owners else ("unit_column", "unit_csv", "unit_folder_level", "unit_pattern")
         return self.model_copy(update={**dict.fromkeys(names), "units": "rows", "public": True})
 
     def with_shape(self, image_shape: tuple[int, int, int]) -> LoadOptions:

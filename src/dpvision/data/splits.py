@@ -20,7 +20,9 @@ from dpvision.data.loading import load, load_given, load_one
 from dpvision.data.normalisation import Normalisation, fixed_normalisation
 from dpvision.data.options import LoadOptions
 from dpvision.data.store import ImageStore, dense_units
-from dpvision.errors import ArgumentError
+from dpvision.data.tables import is_table
+from dpvision.data.units import OWNED_BY_FILE
+from dpvision.errors import ArgumentError, DataError, some_of
 from dpvision.privacy.randomness import Keys
 
 
@@ -35,6 +37,7 @@ class RunSplits:
         published: constants published for the dataset or for the pretrained weights, if there are any.
         held_out: whether ``test`` was held out of the private data.
         skipped: (file, reason) of every file that could not be read.
+        unused: a sentence about a part of the source that is neither trained on nor tested on; "" if there is none.
     """
 
     train: ImageStore
@@ -42,6 +45,7 @@ class RunSplits:
     published: Normalisation | None
     held_out: bool
     skipped: tuple[tuple[str, str], ...] = ()
+    unused: str = ""
 
 
 def load_splits(config: RunConfig, keys: Keys, given: object | None = None) -> RunSplits:
@@ -66,17 +70,41 @@ def load_splits(config: RunConfig, keys: Keys, given: object | None = None) -> R
         others = options.with_shape(train.image_shape).model_copy(
             update={"masks": data.test_masks, "findings": data.test_findings or data.findings}
         )
-        test = load_one(data.test, others, class_names=train.class_names)
+        if data.unit_csv is not None:  # it is about the files of the source
+            others = others.model_copy(update={"unit_csv": None, "unit_column": None})
+        test = load_one(data.test, others, class_names=train.class_names, owners=True)
     elif test is None:
         train, test = hold_out(train, fraction=data.holdout_fraction, keys=keys)
         held_out = True
+    if not held_out and config.privacy.enabled:
+        refuse_shared_owners(train, test, data)
     return RunSplits(
         train=limit_rows(train, config),
         test=test,
         published=loaded.normalisation if loaded.normalisation.source == "published" else None,
         held_out=held_out,
         skipped=loaded.train.skipped + (() if held_out else test.skipped),
+        unused=loaded.unused,
     )
+
+
+def refuse_shared_owners(train: ImageStore, test: ImageStore, data: DataConfig) -> None:
+    """Refuse owners on both sides of the split: metrics on their test images have no noise.
+
+    Volumes that are known by the names of their files alone may share a name without being of one patient.
+
+    Raises:
+        DataError: some owners have images in both.
+    """
+    named = (data.unit_column, data.unit_csv, data.unit_folder_level, data.unit_pattern, train.owners_from)
+    if train.owners is None or test.owners is None or all(each is None for each in named):
+        return
+    shared = sorted(set(train.owners) & set(test.owners)) if train.owners_from != OWNED_BY_FILE else []
+    if shared:
+        raise DataError(
+            f"{len(shared)} owners have images in both train and test: {some_of(shared)}. Put all images of a "
+            "person on one side."
+        )
 
 
 def holdout_keys(keys: Keys, run_id: str) -> Keys:
@@ -98,8 +126,10 @@ def require_test_part(data: DataConfig, *, has_one: bool) -> None:
     if data.test is None or data.source in dataset_names() or data.test in dataset_names():
         return
     source, test = Path(data.source).resolve(), Path(data.test).resolve()
-    if source == test and has_one:
-        return
+    if (source == test and has_one) or (is_table(test) and source != test):
+        return  # the files that a table names are compared one by one
+    if is_table(source) and source != test:
+        source = source.parent if data.image_folder is None else Path(data.image_folder).resolve()
     private = split_folders(source)[0].resolve() if source.is_dir() else source
     around = private.is_relative_to(test) and (test.is_file() or split_folders(test)[1] is None)
     if around or test.is_relative_to(private):

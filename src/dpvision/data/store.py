@@ -42,7 +42,9 @@ class ImageStore:
         name: what the dataset is called.
         row_names: one name for each row, such as its file.
         owners: the owner of each row, if known, also where rows are the units.
+        owners_from: where the owners come from if no option names them, for the certificate.
         skipped: (name, reason) of files that were left out.
+        unused: a sentence about rows that are neither trained on nor tested on; "" if there are none.
     """
 
     images: Tensor
@@ -52,7 +54,9 @@ class ImageStore:
     name: str
     row_names: Sequence[str]
     owners: Sequence[str] | None = None
+    owners_from: str | None = None
     skipped: tuple[tuple[str, str], ...] = ()
+    unused: str = ""
 
     def __post_init__(self) -> None:
         rows = len(self.images)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,13 +11,25 @@ import torch
 from torch import Tensor
 
 from dpvision.data.options import LoadOptions
-from dpvision.data.safe_read import open_regular
 from dpvision.data.store import dense_units
+from dpvision.data.tables import FILE_HEADINGS, FileIndex, Table, file_name, read_table
 from dpvision.errors import DataError, printable, shown, some_of
 
 TRAIN_FOLDER = "train"
 TEST_FOLDERS = ("test", "val", "valid", "validation")
-FILE_HEADINGS = frozenset({"file", "filename", "file_name", "path", "image", "name"})
+OWNED_BY_PATIENT = "the patient id of each DICOM file"
+OWNED_BY_FILE = "the file that holds the frames or pages"
+# What software for anonymisation, and tables with gaps, write where a person's id was.
+_NO_ONE = re.compile(
+    r"(?i)[\s\W_]*(anon(ym(ous|i[sz]ed|us|e)?)?|de-?identified|unknown|unspecified|undefined|not available|missing|"
+    r"removed|redacted|none|null|nil|nan|n/?a|x+)?[\s\W_]*"
+)
+# What file names look like that begin with a person's id: a word for a person and a number, or a number and a rest.
+_PERSONS = (
+    r"^((?:p|pt|pat|patient|sub|subj|subject|person|user|case|id)[-_ ]?\d+)(?!\d)",
+    r"^([A-Za-z]{0,3}[-_]?\d{2,})[-_ ]",
+)
+_PERSON_FOLDER = re.compile(r"(?i)(p|pt|pat|patient|sub|subj|subject|person|user|case|id)?[-_ ]?\d+")
 
 
 def unit_names(files: Sequence[str], *, options: LoadOptions, also_known: Sequence[str] = ()) -> list[str] | None:
@@ -27,7 +38,7 @@ def unit_names(files: Sequence[str], *, options: LoadOptions, also_known: Sequen
     Args:
         files: paths below the dataset's folder, such as ``cat/17.png``.
         options: one of ``unit_csv``, ``unit_folder_level`` and ``unit_pattern``, or none.
-        also_known: files of the public test split, which a CSV may mention too.
+        also_known: files of the other split, which a CSV may mention too.
 
     Returns:
         One owner for each file; None if nothing says who it is. Of public files the owners are known for all or for
@@ -53,7 +64,68 @@ def unit_names(files: Sequence[str], *, options: LoadOptions, also_known: Sequen
     missing = [file for file, owner in zip(files, found, strict=True) if not owner]
     if missing and not options.public:
         raise DataError(f"{before} {len(missing)} {after}: {some_of(missing)}.")
-    return None if missing else [printable(owner) for owner in found if owner]
+    if missing:
+        return None
+    return [printable(owner) for owner in found if owner]
+
+
+def require_real_owners(owners: Sequence[str], source: str) -> None:
+    """Refuse owners who are no one in particular, so that no run protects less than it says.
+
+    Args:
+        owners: one for each row.
+        source: where they come from, for the message.
+
+    Raises:
+        DataError: owners are empty or placeholders such as ANON, or all rows have the same owner.
+    """
+    nameless = [owner for owner in owners if _NO_ONE.fullmatch(owner)]
+    if nameless:
+        raise DataError(
+            f"{len(nameless)} of {len(owners)} images have no owner: {source} is empty or a placeholder "
+            f"({some_of(sorted(set(nameless)))}). Restore the ids (pseudonyms will do), or name the owner otherwise."
+        )
+    if len(owners) > 1 and len(set(owners)) == 1:
+        raise DataError(
+            f"all {len(owners)} images have the same owner, {shown(owners[0])}: {source} does not tell people apart. "
+            "Restore the ids (pseudonyms will do), or name the owner otherwise."
+        )
+
+
+def owner_hint(files: Sequence[str]) -> str | None:
+    """Say if the names of files look like those of people who own several, and which flag protects them.
+
+    Args:
+        files: paths below the dataset's folder, in runs where each image is a unit of its own.
+
+    Returns:
+        A sentence for the holder of the data, which repeats a file's name; None if nothing looks like that.
+    """
+    tried: list[tuple[str, str, list[str | None]]] = []
+    for pattern in _PERSONS:
+        tried.append((f"--unit-pattern '{pattern}'", "file names", _from_pattern(files, f"(?i){pattern}")))
+    depth = min((file.count("/") for file in files), default=0)
+    for level in range(2, min(depth, 3) + 1):
+        folders = _from_folders(files, level)
+        people = [each if each and _PERSON_FOLDER.fullmatch(each) else None for each in folders]
+        tried.append((f"--unit-folder-level {level}", "folder names", people))
+    for flag, what, owners in tried:
+        known = [owner for owner in owners if owner]
+        counts = Counter(known)
+        classes = {file.split("/")[0] for file in files}
+        shared = sum(count for count in counts.values() if count > 1)
+        if (
+            10 * len(known) >= 3 * len(files)
+            and 10 * shared >= len(files)
+            and len(counts) > 1
+            and not counts.keys() <= classes
+        ):
+            example = next(file for file, owner in zip(files, owners, strict=True) if owner and counts[owner] > 1)
+            return (
+                f"{what} look like ids of people with several images ({shown(example)}), and each image is protected "
+                f"by itself. To protect the person, add {flag}, or --unit-csv."
+            )
+    return None
 
 
 def unit_numbers(owners: Sequence[str] | None, rows: int, options: LoadOptions) -> Tensor:
@@ -76,35 +148,32 @@ def _from_pattern(files: Sequence[str], pattern: str) -> list[str | None]:
 
 def _from_csv(files: Sequence[str], path: Path, *, options: LoadOptions, also_known: Sequence[str]) -> list[str | None]:
     """Look the files up in a CSV file, and refuse rows about files that are not there."""
-    unit_of, unknown = _resolved(_rows(path, options.unit_column), files, also_known, path)
+    unit_of, unknown = _resolved(_rows(path, options.unit_column), files, also_known, path, public=options.public)
     if unknown and not options.public:
         raise DataError(f"{shown(path)} names {len(unknown)} files which are not in the folder: {some_of(unknown)}.")
     return [unit_of.get(file) for file in files]
 
 
 def _resolved(
-    rows: Sequence[tuple[str, str]], files: Sequence[str], also_known: Sequence[str], path: Path
+    rows: Sequence[tuple[str, str]], files: Sequence[str], also_known: Sequence[str], path: Path, *, public: bool
 ) -> tuple[dict[str, str], list[str]]:
     """Return owners by file, and names that no file has. A row gives the path below the folder, or the name of one
     file.
     """
-    by_name: dict[str, list[str]] = {}
-    for file in files:
-        for name in {file, f"{TRAIN_FOLDER}/{file}", file.split("/")[-1]}:
-            by_name.setdefault(name, []).append(file)
-    public = {
-        name for file in also_known for name in (file, file.split("/")[-1], *(f"{t}/{file}" for t in TEST_FOLDERS))
-    }
+    above, others_above = (TEST_FOLDERS, [TRAIN_FOLDER]) if public else ([TRAIN_FOLDER], TEST_FOLDERS)
+    index, other = FileIndex(files, above=above), FileIndex(also_known, above=others_above)
     unit_of: dict[str, str] = {}
     unknown, unclear = [], []
     for name, unit in rows:
-        found = by_name.get(name, [])
+        found = index.find(name)
+        if public and other.find(name):
+            continue  # a name that fits a training image is about that one
         if len(found) == 1:
-            if unit_of.setdefault(found[0], unit) != unit:
+            if unit_of.setdefault(files[found[0]], unit) != unit:
                 unclear.append(name)
         elif found:
             unclear.append(name)
-        elif name not in public:
+        elif not other.find(name):
             unknown.append(name)
     if unclear:
         raise DataError(
@@ -114,31 +183,25 @@ def _resolved(
 
 
 def _rows(path: Path, column: str | None) -> list[tuple[str, str]]:
-    """Read (file, owner) from every row of a CSV file."""
-    try:
-        with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
-            lines = [[cell.strip() for cell in line] for line in csv.reader(file, strict=True) if any(line)]
-    except (OSError, ValueError, csv.Error) as error:
-        raise DataError(f"{shown(path)} can't be read as CSV: {shown(error)}.") from error
-    file_at, unit_at, lines = _columns(lines, column, path)
-    needed = max(file_at, unit_at)
-    bad = [line for line in lines if len(line) <= needed or not line[file_at] or not line[unit_at]]
+    """Read (file, owner) from every row of a table."""
+    file_at, unit_at, lines = _columns(read_table(path), column)
+    bad = [line for line in lines if not line[file_at] or not line[unit_at]]
     if bad:
         raise DataError(f"{shown(path)}: {len(bad)} rows lack a file or a unit: {some_of([','.join(b) for b in bad])}.")
-    return [(line[file_at].replace("\\", "/").removeprefix("./"), line[unit_at]) for line in lines]
+    return [(file_name(line[file_at]), line[unit_at]) for line in lines]
 
 
-def _columns(lines: list[list[str]], column: str | None, path: Path) -> tuple[int, int, list[list[str]]]:
-    """Find the columns of file and owner, and return the rows without the heading."""
-    if not lines:
+def _columns(table: Table, column: str | None) -> tuple[int, int, list[list[str]]]:
+    """Find the columns of file and owner, and return the rows without the heading, which two columns may lack."""
+    path, heading = table.path, [cell.lower() for cell in table.heading]
+    if not heading:
         raise DataError(f"{shown(path)} is empty: rows of file,unit are needed.")
-    heading = [cell.lower() for cell in lines[0]]
     file_at = next((at for at, cell in enumerate(heading) if cell in FILE_HEADINGS), None)
     if column is None and len(heading) != 2:
         raise DataError(f"{shown(path)} has {len(heading)} columns: name the one with the unit by unit_column.")
     if column is None:
-        return (0, 1, lines) if file_at is None else (file_at, 1 - file_at, lines[1:])
-    if column not in lines[0] or file_at is None:
-        found = some_of(lines[0], limit=8)
+        return (0, 1, [table.heading, *table.rows]) if file_at is None else (file_at, 1 - file_at, table.rows)
+    if column not in table.heading or file_at is None:
+        found = some_of(table.heading, limit=8)
         raise DataError(f"{shown(path)} needs a heading with 'file' and {shown(column)!r}, got {found}.")
-    return file_at, lines[0].index(column), lines[1:]
+    return file_at, table.heading.index(column), table.rows

@@ -47,8 +47,13 @@ class ReleasedModel:
     image_shape: tuple[int, int, int]
     certificate: dict[str, Any]
 
+    @property
+    def file_window(self) -> tuple[float, float] | None:
+        """The intensity window for image files and DICOM; that of an .npz file is for its own numbers."""
+        return None if Path(self.config.data.source).suffix == ".npz" else self.config.data.window
+
     def with_window(self, window: tuple[float, float]) -> ReleasedModel:
-        """The same model with another intensity window (low, high) for volumes."""
+        """The same model with another intensity window (low, high) for volumes, DICOM and 16-bit images."""
         values = self.config.model_dump()
         return replace(self, config=parse_config({**values, "data": {**values["data"], "window": window}}))
 
@@ -141,9 +146,10 @@ def load_test_images(
             "--test-findings belong to the images of --test and to a model of findings, and only there."
         )
     if test is not None:
-        return load_one(
-            test, _options_like(released, test_masks, data_dir, test_findings), class_names=released.class_names
-        )
+        options = _options_like(released, test_masks, data_dir, test_findings)
+        if released.config.task == "classification" and Path(test).suffix != ".npz":
+            options = options.model_copy(update={"window": released.file_window})
+        return load_one(test, options, class_names=released.class_names)
     folder = RunFolder.open(run)
     stored = folder.load_key()
     whole = parse_config(folder.read_whole_config())
@@ -160,5 +166,5 @@ def _options_like(
 ) -> LoadOptions:
     """Read other images as the run read its own, without its table of owners."""
     other = {"data_dir": None if data_dir is None else str(data_dir), "unit_csv": None, "masks": masks}
-    other |= {"findings": findings, "test_findings": None}
+    other |= {"findings": findings, "test_findings": None, "image_folder": None, "test": None}
     return load_options(released.config).with_shape(released.image_shape).model_copy(update=other)

@@ -116,7 +116,7 @@ def build_certificate(
         ],
         declared=declared_in(ledger, version=version),
         not_covered=not_covered_by(ledger, version=version),
-        deployment=deployment_of(header, version=version),
+        deployment=deployment_of(ledger, version=version),
         ledger=LedgerMark(length=len(ledger), head=ledger[-1].hash),
         weights_sha256=release.weights_sha256,
         config_sha256=release.config_sha256,

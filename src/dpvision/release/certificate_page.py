@@ -11,7 +11,7 @@ from typing import Any
 from dpvision.accounting import DISPLAY_RATE, cautions, describe
 from dpvision.privacy.mechanism import Guarantee, rounded_up
 from dpvision.release.schema import Certificate, parse_certificate
-from dpvision.release.statements import WORDING
+from dpvision.release.statements import NO_EPSILON, WORDING, test_images_without_epsilon
 
 _WHERE_MU_ENDS = " Beyond that epsilon mu proves nothing: only the curve does."
 _SPECIAL = str.maketrans({c: f"\\{c}" for c in "\\`*_[]<>|#"})
@@ -52,6 +52,9 @@ def _sections(certificate: Certificate) -> Iterator[str]:
     yield WORDING[certificate.format].page_intro
     yield "**For release.**" if certificate.for_release else "**NOT FOR RELEASE:**\n" + _items(certificate.stamps)
     yield "\n\n".join(safe_markdown(line) for line in _guarantee_lines(certificate))
+    own = test_images_without_epsilon(certificate.declared)
+    if own is not None and own.endswith(NO_EPSILON):
+        yield f"**No epsilon for the test images:** {safe_markdown(own)}."
     yield from _curve_sections(certificate)
     yield "## Charged\n" + _items(_charges(certificate) or ["nothing"])
     yield "## Declared, not charged\n" + markdown_table(

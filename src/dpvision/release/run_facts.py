@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from dpvision.errors import ArgumentError, DataError, validation_message
 from dpvision.release.schema import Certificate, parse_certificate
-from dpvision.release.statements import HELD_OUT, NO_PRIVACY, SHOWN_IMAGES_NAMES, TEST_SPLIT
+from dpvision.release.statements import NO_PRIVACY, SHOWN_IMAGES_NAMES, test_images_without_epsilon
 from dpvision.scoring import GUESSING, Comparison, accuracy_against_chance, compare, falls
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, CONFIG, EXAMPLES, METRICS, Example, parse_examples
@@ -319,8 +319,7 @@ def images_are_public(certificate: Certificate) -> bool:
 
 def tests_on_held_out_images(certificate: Certificate) -> bool:
     """Whether the test images are of the same source as the training images: no epsilon covers them."""
-    words = HELD_OUT.partition(":")[0]
-    return any(entry.what == TEST_SPLIT and words in entry.how for entry in certificate.declared)
+    return test_images_without_epsilon(certificate.declared) is not None
 
 
 def checked_certificate(values: Mapping[str, Any]) -> Certificate:

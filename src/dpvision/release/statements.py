@@ -33,7 +33,13 @@ OWN_MODEL, OWN_LOSS = "own model", "own loss"
 SHOWN_IMAGES_NAMES = ("test images in the release", "test pictures in the release")
 HISTORY_NAMES = ("history of the initial weights", "history of the first weights")
 SHOWN_IMAGES, HISTORY = SHOWN_IMAGES_NAMES[0], HISTORY_NAMES[0]
-HELD_OUT = "held out of training by a keyed draw and declared public: this run's epsilon does not protect them"
+NO_EPSILON = "measured without noise, so they get no epsilon"
+HELD_OUT = f"held out of training by a keyed draw: images of the private data's own people, {NO_EPSILON}"
+OWN_TEST = f"came with the private data: its holder's own images, {NO_EPSILON}"
+HELD_OUT_ENDINGS = (
+    HELD_OUT,
+    "held out of training by a keyed draw and declared public: this run's epsilon does not protect them",
+)
 
 NO_PRIVACY = "trained without privacy: no guarantee"
 _CHANGED = "the mechanism was changed during the run: its parts compose, but the plan followed the data"
@@ -272,26 +278,35 @@ def not_covered_by(ledger: Sequence[Entry], *, version: Format = FORMAT) -> list
         found.append("A patient with several volumes: each volume counts as a unit of its own.")
     if header["delta"] is not None and not header["delta"] < 1 / header["num_units"]:
         found.append(words.large_delta.format(delta=header["delta"], num_units=header["num_units"], unit=unit))
-    if any(note.what == TEST_SPLIT and note.how.endswith(HELD_OUT) for note in declared_in(ledger)):
+    if any(note.what == TEST_SPLIT and note.how.endswith(HELD_OUT_ENDINGS) for note in declared_in(ledger)):
         found.append(words.held_out)
     return found
 
 
-def deployment_of(header: Mapping[str, Any], *, version: Format = FORMAT) -> dict[str, str]:
+def test_images_without_epsilon(declared: Iterable[Declared]) -> str | None:
+    """Return what is declared of test images that are the data holder's own; None where the test images are public."""
+    notes = (note.how for note in declared if note.what == TEST_SPLIT)
+    return next((how for how in notes if how.endswith((NO_EPSILON, *HELD_OUT_ENDINGS))), None)
+
+
+def deployment_of(ledger: Sequence[Entry], *, version: Format = FORMAT) -> dict[str, str]:
     """Return how the guarantee is meant.
 
     Args:
-        header: The payload of the ledger's first entry.
+        ledger: The entries of the run's ledger.
         version: The format of the certificate.
 
     Returns:
         Answers by question; none without privacy.
     """
+    header = ledger[0].payload
     if header["delta"] is None:
         return {}
     answers = {**WORDING[version].deployment, "neighbours": _NEIGHBOURS[header["adjacency"]]}
     if header.get("hand_seeded"):
         answers["noise_source"] = "a hand-seeded key"
+    if (test_images_without_epsilon(declared_in(ledger)) or "").endswith(NO_EPSILON):
+        answers["utility"] = f"the metrics in metrics.json are of the data holder's own test images, {NO_EPSILON}"
     return {question: answer.replace("{unit}", header["privacy_unit"]) for question, answer in answers.items()}
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from dpvision.accounting import mechanism_guarantee
 from dpvision.config import RunConfig, ViewsConfig
+from dpvision.data.datasets import dataset_names
 from dpvision.data.splits import RunSplits, may_show_images
 from dpvision.privacy.ledger import Ledger
-from dpvision.release.statements import HELD_OUT, SHOWN_IMAGES, TEST_SPLIT, own_code_declarations
+from dpvision.release.statements import HELD_OUT, OWN_TEST, SHOWN_IMAGES, TEST_SPLIT, own_code_declarations
 from dpvision.training.lineage import note_lineage, transfer_declarations
 from dpvision.training.prepare import extra_charges
 from dpvision.training.pretrained import KNOWN_WEIGHTS
@@ -39,6 +40,8 @@ def declarations(config: RunConfig, pictures: RunSplits) -> list[tuple[str, str]
                 "of findings, not of known labels",
             )
         )
+    if config.data.public_classes:
+        found.append(("classes", "read off all labels of the data, and declared public"))
     if config.data.public_data:
         found.append(
             (
@@ -90,7 +93,9 @@ def units_come_from(config: RunConfig, pictures: RunSplits) -> str:
     data, alone = config.data, "each image is a unit of its own"
     if pictures.train.owners is None:
         return alone
-    if data.unit_csv is not None:
+    if pictures.train.owners_from is not None:
+        owners = pictures.train.owners_from
+    elif data.unit_csv is not None:
         owners = f"a CSV of file and unit{f', column {data.unit_column}' if data.unit_column else ''}"
     elif data.unit_column is not None:
         owners = f"the column {data.unit_column}"
@@ -113,6 +118,13 @@ def rows_of_owners(config: RunConfig) -> list[tuple[str, str]]:
 
 def test_split(config: RunConfig, pictures: RunSplits) -> str:
     """Where the test images come from."""
+    name = Path(config.data.test or config.data.source).name
     if pictures.held_out:
         return f"{config.data.holdout_fraction:.0%} of the units, {HELD_OUT}"
-    return f"{Path(config.data.test or config.data.source).name}, declared public"
+    return f"{name}, {OWN_TEST}" if own_test_images(config, pictures) else f"{name}, declared public"
+
+
+def own_test_images(config: RunConfig, pictures: RunSplits) -> bool:
+    """Whether the test images are the data holder's own: held out, or a part of a source that is not a public one."""
+    public = config.data.test is not None or config.data.source in dataset_names() or config.data.public_data
+    return pictures.held_out or not public

@@ -32,6 +32,8 @@ from dpvision.accounting.charges import SMALLEST_RATE
 from dpvision.config import ModelConfig, RunConfig, parse_config, required
 from dpvision.data import ImageStore, dataset_names
 from dpvision.data.splits import RunSplits, load_splits
+from dpvision.data.tables import is_table
+from dpvision.data.units import OWNED_BY_FILE, owner_hint
 from dpvision.errors import ArgumentError, PrivacyError, brief
 from dpvision.models import entry
 from dpvision.own_code import Kind, RunCode, code_of, is_own, named_again, place_of
@@ -61,6 +63,8 @@ SLICES_PER_PATIENT = 4
 COUNT_NOISE = 45.0
 """Noise of the count at a target epsilon of one: it raises the noise on the gradients by about 0.3 %."""
 USUAL_TARGET = 3.0
+NEARLY_BLACK = 40
+"""Images whose brightest byte is below this had 12 bits stored in 16, or the like."""
 MOST_COUNTED = 10**8
 """A count is cut off here, so that what follows from it has known limits. More images do not fit into memory."""
 
@@ -95,7 +99,7 @@ def prepare(config: RunConfig, keys: Keys, data: object | None = None) -> Prepar
     if config.data.mean is not None or config.data.std is not None:
         raise ArgumentError("mean and std are written by the run itself: choose normalisation instead.")
     asked, model_was_open = config, config.model is None
-    folder = Path(config.data.source).is_dir()
+    folder = Path(config.data.source).is_dir() or is_table(Path(config.data.source))
     config, of_weights = choose_pretrained(config, config.data.image_size) if folder else (config, ())
     config, sized = choose_image_shape(config, model_was_open=model_was_open)
     config, constants = resolve_initial_weights(config)
@@ -214,7 +218,8 @@ def choose_image_shape(config: RunConfig, *, model_was_open: bool = True) -> tup
     Colour, because grey images stored in colour lose nothing by it in the default model; --channels 1 declares grey.
     """
     data, masks = config.data, config.task == "segmentation"
-    if data.source in dataset_names() or not Path(data.source).is_dir():
+    path = Path(data.source)
+    if data.source in dataset_names() or not (path.is_dir() or is_table(path)):
         return config, ()
     chosen: dict[str, object] = {}
     reasons: list[str] = []
@@ -254,6 +259,9 @@ def name_units(config: RunConfig, store: ImageStore) -> RunConfig:
         named = (data.unit_column, data.unit_csv, data.unit_folder_level, data.unit_pattern)
         by_file = all(each is None for each in named)  # a patient may have several files: only the volume is known
         usual = VOLUME if by_file else "patient" if masks else "owner"
+        if store.owners_from is not None:
+            usual = VOLUME if store.owners_from == OWNED_BY_FILE else "owner"
+            usual = "patient" if "patient" in store.owners_from.lower() else usual
     else:
         usual = "slice" if masks and store.owners is not None else "example"
     rows = data.rows_per_unit or (SLICES_PER_PATIENT if grouped and masks else 1)
@@ -434,7 +442,16 @@ def notes(config: RunConfig, splits: RunSplits) -> tuple[str, ...]:
         found.append(f"skipped {len(splits.skipped)} images that can't be read; the first is {name}: {reason}")
     if splits.held_out:
         share = f"{config.data.holdout_fraction:.0%}"
-        found.append(f"no test set was named: {share} of the units are held out for testing, and not protected.")
+        found.append(f"no test set was named: {share} of the units are held out for testing, and get no epsilon.")
+    elif splits.test.num_rows and config.data.test is None and config.data.source not in dataset_names():
+        found.append("the test images of this data are measured without noise: they get no epsilon.")
+    if splits.unused:
+        found.append(splits.unused)
+    of_files = Path(config.data.source).is_dir() or is_table(Path(config.data.source))
+    hint = owner_hint(splits.train.row_names) if splits.train.owners is None and of_files else None
+    found += [] if hint is None else [hint]
+    if splits.train.num_rows and int(splits.train.images.max()) < NEARLY_BLACK:
+        found.append(f"no pixel is brighter than {int(splits.train.images.max())} of 255: give --window LOW HIGH.")
     if not config.privacy.enabled:
         return (*found, "training WITHOUT privacy: this run has no guarantee.")
     shared = set(splits.train.names_of_units) & set(splits.test.names_of_units)

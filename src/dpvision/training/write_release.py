@@ -31,6 +31,7 @@ from dpvision.storage.files import sha256_hex, weights_bytes
 from dpvision.storage.run_folder import CARD, CERTIFICATE_PAGE, EXAMPLES, Example, Rank, RunFolder, examples_bytes
 from dpvision.training.baseline import released_baseline
 from dpvision.training.callbacks import RunCallback, stop_on_signals
+from dpvision.training.declarations import own_test_images
 from dpvision.training.defaults import Choice
 from dpvision.training.trainer import Outcome, Session, measure, run_steps
 
@@ -199,12 +200,14 @@ def metrics_of(session: Session) -> dict[str, Any]:
     last = session.curve[-1] if session.curve else {}
     compared = released_baseline(session.folder, session.config)
     raw = {"raw_weights": last["raw"]} if last.get("step") == session.step and "raw" in last else {}
+    own = own_test_images(session.config, session.splits)
+    whose = "own images without an epsilon" if own else "declared public"
     return {
         "task": session.config.task,
         "curve": session.curve,
         "final": {
             **final_metrics,
-            "evaluated_on": f"{session.splits.test.name}, declared public",
+            "evaluated_on": f"{session.splits.test.name}, {whose}",
             "weights": "averaged" if averaged else "raw",
             **raw,
         },
