@@ -131,13 +131,17 @@ def shown(name: object) -> str:
 
 def some_of(items: Sequence[object], *, limit: int = SHOWN_ITEMS) -> str:
     """List the first ``limit`` items, and how many more there are."""
-    text = ", ".join(shown(item) for item in items[:limit])
-    return text if len(items) <= limit else f"{text} and {len(items) - limit} more"
+    return _first_of([shown(item) for item in items[:limit]], len(items))
+
+
+def _first_of(texts: Sequence[str], number: int) -> str:
+    more = number - len(texts)
+    return ", ".join(texts) + (f" and {more} more" if more else "")
 
 
 def bad_files_text(bad: Sequence[tuple[str, str]]) -> str:
     """List the first bad files with their reasons, given as (name, reason), and how many more there are."""
-    return some_of([f"{shown(name)} ({shown(reason)})" for name, reason in bad])
+    return _first_of([f"{shown(name)} ({brief(reason)})" for name, reason in bad[:SHOWN_ITEMS]], len(bad))
 
 
 def did_you_mean(name: object, choices: Iterable[str]) -> str:
