@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpvision.config import RunConfig
+    from dpvision.exports.export import export
     from dpvision.gradients.clipped_sum import clipped_sum
     from dpvision.gradients.plan import check_model
-    from dpvision.inference.load import load_model
+    from dpvision.inference.load import load, load_model
     from dpvision.privacy.ledger import Ledger
     from dpvision.privacy.mechanism import Guarantee, Mechanism
     from dpvision.privacy.private_step import Privatizer
@@ -41,6 +42,8 @@ __all__ = [
     "check_model",
     "clipped_sum",
     "count_units",
+    "export",
+    "load",
     "load_model",
     "resume_training",
     "train",
@@ -61,6 +64,8 @@ _HOMES = {
     "check_model": "gradients.plan",
     "clipped_sum": "gradients.clipped_sum",
     "count_units": "training.private_run",
+    "export": "exports.export",
+    "load": "inference.load",
     "load_model": "inference.load",
     "resume_training": "training",
     "train": "training",
@@ -70,6 +75,7 @@ _PACKAGES = (
     "accounting",
     "audit",
     "data",
+    "exports",
     "gradients",
     "inference",
     "models",
