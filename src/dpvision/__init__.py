@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpvision.config import RunConfig
-    from dpvision.exports.export import export
+    from dpvision.exports.formats import export
     from dpvision.gradients.clipped_sum import clipped_sum
     from dpvision.gradients.plan import check_model
     from dpvision.inference.load import load, load_model
@@ -64,7 +64,7 @@ _HOMES = {
     "check_model": "gradients.plan",
     "clipped_sum": "gradients.clipped_sum",
     "count_units": "training.private_run",
-    "export": "exports.export",
+    "export": "exports.formats",
     "load": "inference.load",
     "load_model": "inference.load",
     "resume_training": "training",

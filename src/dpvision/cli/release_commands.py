@@ -100,7 +100,7 @@ def export(
     Example: dpvision export runs/liver --to monai-bundle --output liver-bundle
     """
     set_threads(threads)
-    from dpvision.exports.export import export as write
+    from dpvision.exports.formats import export as write
 
     # What a user's own code prints must not mix with the results.
     with redirect_stdout(sys.stderr):

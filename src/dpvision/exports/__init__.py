@@ -4,6 +4,6 @@
 original before the file appears.
 """
 
-from dpvision.exports.export import FORMATS, Exported, export
+from dpvision.exports.formats import FORMATS, Exported, export
 
 __all__ = ["FORMATS", "Exported", "export"]

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from dpvision.exports.plain_graph import PlainGraph
 
 MODEL_FILE: Final = "models/model.pt2"
-_SCHEMA = (
-    "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
-)
+_SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 _MONAI_VERSION, _IGNITE_VERSION, _PILLOW_VERSION = "1.4.0", "0.4.11", "11.0.0"
 
 
@@ -97,10 +95,10 @@ def _inference(num_classes: int, image_shape: tuple[int, int, int]) -> dict[str,
     mode = "L" if channels == 1 else "RGB"
     fit = f"$lambda i: ImageOps.fit(i.convert('{mode}'), ({width}, {height}), Image.Resampling.BILINEAR)"
     load = {"_target_": "LoadImaged", "keys": "image", "reader": "PILReader", "reverse_indexing": False}
-    save = {"_target_": "SaveImaged", "keys": "pred", "output_dir": "@output_dir", "output_ext": ".png"}
+    save = {"_target_": "SaveImaged", "keys": "pred", "output_dir": "@output_dir", "output_postfix": "mask"}
     channel_dim = "no_channel" if channels == 1 else -1
     return {
-        "imports": ["$import glob", "$import torch", "$from PIL import Image, ImageOps"],
+        "imports": ["$import glob", "$import torch", "$from PIL import Image", "$from PIL import ImageOps"],
         "bundle_root": ".",
         "device": "$torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')",
         "dataset_dir": "$@bundle_root + '/images'",
@@ -129,7 +127,13 @@ def _inference(num_classes: int, image_shape: tuple[int, int, int]) -> dict[str,
                 {"_target_": "AsDiscreted", "keys": "pred", "argmax": True},
                 # Pillow's writer takes width first.
                 {"_target_": "Transposed", "keys": "pred", "indices": [0, 2, 1]},
-                {**save, "scale": 255 if num_classes == 2 else None, "resample": False, "separate_folder": False},
+                {
+                    **save,
+                    "output_ext": ".png",
+                    "scale": 255 if num_classes == 2 else None,
+                    "resample": False,
+                    "separate_folder": False,
+                },
             ],
         },
         "evaluator": {
@@ -149,7 +153,7 @@ def _readme(facts: Mapping[str, str]) -> str:
     return (
         "# A segmentation model, trained with differential privacy\n\n"
         "Put images into `images/` and run, in this folder:\n\n"
-        "```\npython -m monai.bundle run --config_file configs/inference.json --meta_file configs/metadata.json\n```\n\n"
+        "```\npython -m monai.bundle run --config_file configs/inference.json\n```\n\n"
         "Masks are written to `masks/`, at the size of the network's input. Volumes are sets of slices: map the\n"
         "intensities of `window` below to 0..255 first, if there is one.\n\n"
         f"{rows}\n"

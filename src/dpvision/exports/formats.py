@@ -242,7 +242,8 @@ def _written(
 ) -> tuple[dict[str, bytes], Runner]:
     """Return the files of an export, and a function that runs what they hold."""
     if to == "safetensors":
-        content = weights_bytes(_all_tensors(released.model), metadata=dict(facts))
+        # One entry, since safetensors writes several in any order.
+        content = weights_bytes(_all_tensors(released.model), metadata={"dpvision": json.dumps(dict(facts))})
         return {"": content}, _reloaded(released, content, code)
     if to == "onnx":
         content = _onnx_bytes(_traced(PlainGraph(released), released.image_shape, torch.uint8), facts)
