@@ -16,9 +16,10 @@ from dpvision.openmp import bound_spinning
 
 if TYPE_CHECKING:
     from dpvision.config import RunConfig
+    from dpvision.exports.formats import export
     from dpvision.gradients.clipped_sum import clipped_sum
     from dpvision.gradients.plan import check_model
-    from dpvision.inference.load import load_model
+    from dpvision.inference.load import load, load_model
     from dpvision.privacy.ledger import Ledger
     from dpvision.privacy.mechanism import Guarantee, Mechanism
     from dpvision.privacy.private_step import Privatizer
@@ -46,6 +47,8 @@ __all__ = [
     "check_model",
     "clipped_sum",
     "count_units",
+    "export",
+    "load",
     "load_model",
     "resume_training",
     "train",
@@ -66,6 +69,8 @@ _HOMES = {
     "check_model": "gradients.plan",
     "clipped_sum": "gradients.clipped_sum",
     "count_units": "training.private_run",
+    "export": "exports.formats",
+    "load": "inference.load",
     "load_model": "inference.load",
     "resume_training": "training",
     "train": "training",
@@ -75,6 +80,7 @@ _PACKAGES = (
     "accounting",
     "audit",
     "data",
+    "exports",
     "gradients",
     "inference",
     "models",

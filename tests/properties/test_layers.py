@@ -22,6 +22,7 @@ LAYERS = (
     ("gradients", "privacy.optimizer", "storage"),
     ("privacy",),
     ("release", "inference"),
+    ("exports",),
     ("training",),
     ("papers", "audit"),
     ("cli",),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import report_fixtures
-from dpvision.release.model_card import model_card
+from dpvision.release.model_card import known_model_cards, model_card
 
 CONFIG: dict[str, Any] = {"name": "digits", "task": "classification", "model": {"name": "shoefit_cnn"}}
 METRICS: dict[str, Any] = {"final": {"accuracy": 0.9817, "loss": 0.07, "evaluated_on": "mnist test"}}
@@ -86,3 +86,34 @@ def test_a_hostile_name_stays_a_name(name: str) -> None:
     assert "license: mit" not in front_matter(text)
     assert "<script>" not in text.split("---\n", 2)[2]
     assert "\x1b" not in text
+
+
+SHAPED = {"source": "mnist", "image_shape": [3, 32, 48], "class_names": ["a", "b"]}
+
+
+def test_the_card_shows_how_to_use_an_export_without_dpvision() -> None:
+    text = card(report_fixtures.certificate(data=SHAPED))
+    assert "## Use it without dpvision" in text
+    assert 'convert("RGB"), (48, 32), ' in text  # Pillow takes the width first
+    assert "reshape(1, 32, 48, 3)" in text
+    masks = card(report_fixtures.certificate(data=SHAPED), config={**CONFIG, "task": "segmentation"})
+    assert "[0].argmax(0))" in masks
+    own = card(report_fixtures.certificate(data=SHAPED), config={**CONFIG, "model": {"name": "my.py:make"}})
+    assert "--to onnx --output model.onnx --model my.py:make" in own
+
+
+@pytest.mark.parametrize("shape", [None, [3, 32], [2, 8, 8], [1, 8, "`x`"], [1, 0, 8], [True, 8, 8]])
+def test_a_model_that_can_not_be_exported_shows_no_such_lines(shape: Any) -> None:
+    certificate = report_fixtures.certificate(data={**SHAPED, "image_shape": shape or []})
+    assert "without dpvision" not in card(certificate)
+    assert "without dpvision" not in card(
+        report_fixtures.certificate(data=SHAPED), config={**CONFIG, "task": "own loop"}
+    )
+
+
+def test_the_card_of_an_older_release_is_known_too() -> None:
+    certificate = report_fixtures.certificate(data=SHAPED)
+    new, old = known_model_cards(certificate, metrics=METRICS, config=CONFIG)
+    assert new == card(certificate)
+    before, _, rest = new.partition("## Use it without dpvision")
+    assert old == before + rest[rest.index("## Figures") :]

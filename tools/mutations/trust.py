@@ -150,6 +150,27 @@ TRUST: tuple[Mutation, ...] = (
         ("a stamp is hidden", "    if certificate.stamps:", "    if False:"),
     ),
     *mutations(
+        "exports/test_formats",
+        "exports/formats.py",
+        (
+            "a release that does not verify is exported",
+            "    certificate, _ = examined.require_ok()\n",
+            "    certificate = examined.certificate\n",
+        ),
+        (
+            "an export holds lines of source code",
+            '        node.meta.pop("stack_trace", None)\n',
+            '        node.meta.get("stack_trace", None)\n',
+        ),
+        ("an export is not compared", "        if not (off <= TOLERANCE and", "        if not (off <= 1.0 and"),
+        ("a stamp is left behind", "    if not certificate.for_release:", "    if False:"),
+        (
+            "an export counts the training data",
+            '        "privacy_unit": certificate.privacy_unit,\n',
+            '        "privacy_unit": certificate.privacy_unit,\n        "num_units": str(certificate.data["num_units"]),\n',
+        ),
+    ),
+    *mutations(
         "release/test_sign",
         "release/verify.py",
         ("a release vouches for what lies around it", "        if also:\n", "        if False:\n"),

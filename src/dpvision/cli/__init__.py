@@ -20,7 +20,7 @@ from dpvision.cli.model_commands import check, models
 from dpvision.cli.paper_commands import recipes, reproduce
 from dpvision.cli.plan_command import plan
 from dpvision.cli.predict_command import evaluate, predict
-from dpvision.cli.release_commands import keygen, report, sign, verify
+from dpvision.cli.release_commands import export, keygen, report, sign, verify
 from dpvision.cli.run_commands import compare, runs
 from dpvision.cli.train_command import resume, train
 
@@ -43,7 +43,7 @@ def command_with_flags(name: str) -> Any:
 
 
 _FOR_TRAINING = (train, resume, plan, epsilon, calibrate)
-_FOR_RELEASES = (evaluate, predict, verify, audit, sign, keygen, report, runs, compare)
+_FOR_RELEASES = (evaluate, predict, export, verify, audit, sign, keygen, report, runs, compare)
 _FUNCTIONS = (*_FOR_TRAINING, *_FOR_RELEASES, check, models, recipes, reproduce)
 _COMMANDS: dict[str, Any] = {function.__name__: function for function in _FUNCTIONS}
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dpvision.inference.load import ReleasedModel
 
 
-Run = Annotated[Path, typer.Argument(help="A run's folder.")]
+Run = Annotated[Path, typer.Argument(help="A run's folder, or its release folder.")]
 
 
 def evaluate(
@@ -153,37 +153,23 @@ _Answer = tuple[dict[str, Any], list[str], list[tuple[str, str]]]
 
 
 def _classes(released: ReleasedModel, images: list[Path], *, skip_bad: bool, device: str) -> _Answer:
-    from dpvision.data import load_images
-    from dpvision.inference import predict_probabilities
-
-    loaded, names, skipped = load_images(
-        images, image_shape=released.image_shape, skip_bad=skip_bad, window=released.file_window
-    )
-    several = released.config.data.findings is not None
-    rows = predict_probabilities(released.model.to(device), loaded, released.normalisation, findings=several)
-    if several:
-        found = [[n for n, p in zip(released.class_names, row.tolist(), strict=True) if p >= 0.5] for row in rows]
-        answers: list[dict[str, Any]] = [
-            {"picture": name, "class": ", ".join(present) or "none", "findings": present, "probabilities": row.tolist()}
-            for name, present, row in zip(names, found, rows, strict=True)
-        ]
-        lines = [
-            f"{each['picture']}: "
-            + ", ".join(f"{n} {p:.1%}" for n, p in zip(released.class_names, each["probabilities"], strict=True))
-            for each in answers
-        ]
-        return {"class_names": list(released.class_names), "predictions": answers}, lines, list(skipped)
-    answers = [
+    found = released.predict(images, skip_bad=skip_bad, device=device)
+    rows = [row.tolist() for row in found.probabilities]
+    answers: list[dict[str, Any]] = [
         {
             "picture": name,
-            "class": released.class_names[int(row.argmax())],
-            "probability": float(row.max()),
-            "probabilities": row.tolist(),
+            "class": chosen,
+            **({"findings": list(present)} if found.findings else {"probability": max(row)}),
+            "probabilities": row,
         }
-        for name, row in zip(names, rows, strict=True)
+        for name, chosen, present, row in zip(found.names, found.classes, found.found, rows, strict=True)
     ]
-    lines = [f"{each['picture']}: {each['class']} ({each['probability']:.1%})" for each in answers]
-    return {"class_names": list(released.class_names), "predictions": answers}, lines, list(skipped)
+    if found.findings:
+        texts = [", ".join(f"{n} {p:.1%}" for n, p in zip(found.class_names, row, strict=True)) for row in rows]
+        lines = [f"{name}: {text}" for name, text in zip(found.names, texts, strict=True)]
+    else:
+        lines = [f"{each['picture']}: {each['class']} ({each['probability']:.1%})" for each in answers]
+    return {"class_names": list(found.class_names), "predictions": answers}, lines, list(found.skipped)
 
 
 def _table(answers: list[dict[str, Any]], class_names: tuple[str, ...]) -> bytes:

@@ -1,15 +1,17 @@
-"""``dpvision verify``, ``report``, ``sign`` and ``keygen``: what is done with a release."""
+"""``dpvision verify``, ``report``, ``export``, ``sign`` and ``keygen``: what is done with a release."""
 
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dpvision.cli.console import PROBLEMS_FOUND, print_results
-from dpvision.cli.flags import Json
+from dpvision.cli.flags import Json, OwnModel, Threads, set_threads
 from dpvision.privacy.mechanism import rounded_up
 
 if TYPE_CHECKING:
@@ -76,6 +78,47 @@ def report(
 
     path = write_report(run, output=output)
     print_results({"report": str(path), **figures_of(run)}, [f"report: {path}"], json=json)
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or its release folder.")],
+    to: Annotated[str, typer.Option(help="onnx, torch-export, safetensors or monai-bundle.")] = "onnx",
+    output: Annotated[
+        Path | None, typer.Option(help="Where to write. Default: the run's name in the current folder.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    model: OwnModel = None,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Write a released model for other programs, and compare it with the original before the file appears.
+
+    Preprocessing but for the resize, class names, epsilon, delta and the digest of the release are in the file.
+
+    Example: dpvision export runs/demo-1 --to onnx
+
+    Example: dpvision export runs/liver --to monai-bundle --output liver-bundle
+    """
+    set_threads(threads)
+    from dpvision.exports.formats import export as write
+
+    # What a user's own code prints must not mix with the results.
+    with redirect_stdout(sys.stderr):
+        made = write(run, to=to, output=output, model=model, force=force)  # pyright: ignore[reportArgumentType]
+    values = {
+        "export": str(made.path),
+        "format": made.format,
+        "largest_difference": made.largest_difference,
+        "facts": dict(made.facts),
+        "stamps": list(made.stamps),
+    }
+    lines = [
+        f"export: {made.path}",
+        f"compared with the model: probabilities differ by at most {made.largest_difference:.1e}",
+        f"input: {made.facts['preprocessing']}",
+        *(f"Not for release: {stamp}" for stamp in made.stamps),
+    ]
+    print_results(values, lines, json=json)
 
 
 def keygen(

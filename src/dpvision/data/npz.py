@@ -136,7 +136,7 @@ def _part(arrays: dict[str, NDArray[Any]], split: str, options: LoadOptions, pat
 
 def _store(part: _Part, names: tuple[str, ...], *, name: str, path: Path, options: LoadOptions) -> ImageStore:
     """Check that the arrays of a split match and make a store of them."""
-    pixels = _images(part.images, options.window, path)
+    pixels = image_bytes(part.images, options.window, path)
     answers, owners, rows = part.answers, part.owners, len(pixels)
     wanted = (rows, *pixels.shape[2:]) if options.segmentation else (rows,)
     for what, values, shape in (("labels", answers, wanted), ("units", owners, (rows,))):
@@ -185,8 +185,8 @@ def _pick(arrays: dict[str, NDArray[Any]], keys: Sequence[str], path: Path) -> N
     raise DataError(f"{shown(path)} has no array named {shown(' or '.join(keys))} beside {some_of(sorted(arrays))}.")
 
 
-def _images(images: NDArray[Any], window: tuple[float, float] | None, path: Path) -> NDArray[np.uint8]:
-    """Bring images to uint8 (N, C, H, W), by a window if there is one."""
+def image_bytes(images: NDArray[Any], window: tuple[float, float] | None, path: Path) -> NDArray[np.uint8]:
+    """Bring images to uint8 (N, C, H, W), by a window if there is one; ``path`` says where they are from."""
     if images.ndim == 3:
         images = images[:, None]
     elif images.ndim == 4 and images.shape[3] in (1, 3):

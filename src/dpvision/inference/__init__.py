@@ -6,12 +6,13 @@ used for metrics that are released.
 
 from dpvision.inference.mask_metrics import MaskMetrics, dice_of_images, evaluate_masks
 from dpvision.inference.metrics import FindingMetrics, Metrics, evaluate, evaluate_features, metrics_of
-from dpvision.inference.predict import predict_masks, predict_probabilities
+from dpvision.inference.predict import Predictions, predict_masks, predict_probabilities
 
 __all__ = [
     "FindingMetrics",
     "MaskMetrics",
     "Metrics",
+    "Predictions",
     "dice_of_images",
     "evaluate",
     "evaluate_features",

@@ -5,9 +5,10 @@ The weights are checked against the certificate's hash; ``dpvision verify`` chec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
@@ -22,6 +23,9 @@ from dpvision.models.losses import outputs_for
 from dpvision.own_code import named_again
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, RunFolder
+
+if TYPE_CHECKING:
+    from dpvision.inference.predict import Picture, Predictions
 
 MOST_CLASSES = 100_000
 
@@ -52,6 +56,26 @@ class ReleasedModel:
         """The intensity window for image files and DICOM; that of an .npz file is for its own numbers."""
         return None if Path(self.config.data.source).suffix == ".npz" else self.config.data.window
 
+    def predict(
+        self, images: Picture | Sequence[Picture], *, skip_bad: bool = False, device: str = "cpu"
+    ) -> Predictions:
+        """Predict classes or masks of files, arrays or tensors; see ``dpvision.inference.predict``.
+
+        Args:
+            images: files and folders; an array or tensor of a batch, or one image; or several of these in a list.
+            skip_bad: continue without files that can't be read.
+            device: torch's name of the device.
+
+        Returns:
+            The probabilities of all classes and the classes themselves, or the masks.
+
+        Raises:
+            DataError: there are no images, or some can't be read or have another layout.
+        """
+        from dpvision.inference.predict import predict  # it imports this module
+
+        return predict(self, images, skip_bad=skip_bad, device=device)
+
     def with_window(self, window: tuple[float, float]) -> ReleasedModel:
         """The same model with another intensity window (low, high) for volumes, DICOM and 16-bit images."""
         values = self.config.model_dump()
@@ -62,7 +86,7 @@ def load_model(run: Path | str, *, model: object | None = None) -> ReleasedModel
     """Load the released model of a run.
 
     Args:
-        run: the run folder, or a copy of its release.
+        run: the run folder, or its release folder, also a copy.
         model: the code of the run's own model: FILE.py:FUNCTION, a function or class that makes it, or a module. Only
             for a run that has one.
 
@@ -73,7 +97,7 @@ def load_model(run: Path | str, *, model: object | None = None) -> ReleasedModel
 
     Guarantee: no code is executed that ``model`` does not name.
     """
-    folder = RunFolder.open(Path(run))
+    folder = RunFolder.open_release(Path(run))
     folder.require_loop(own=False)
     path = folder.release / CERTIFICATE
     certificate = parse_object(read_file(path), name=str(path))
@@ -101,6 +125,10 @@ def load_model(run: Path | str, *, model: object | None = None) -> ReleasedModel
         image_shape=image_shape,
         certificate=certificate,
     )
+
+
+load = load_model
+"""``dpvision.load``: the same, under a short name."""
 
 
 def _trained_on(certificate: dict[str, Any], path: Path) -> tuple[tuple[str, ...], tuple[int, int, int]]:

@@ -1,5 +1,7 @@
 """Predictions: a model's outputs, class probabilities, masks, and the mask files that ``dpvision predict`` writes.
 
+``predict`` takes files, arrays or tensors, and prepares them as the training images were prepared.
+
 Every metric and every prediction goes through ``outputs_of``: batch by batch, in evaluation mode, with fused layers
 where they agree; the model is left unchanged.
 
@@ -23,11 +25,22 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from dpvision.data.images import cover_box, decode, files_of, is_image, read_each, read_header
+from dpvision.data.images import (
+    cover_box,
+    decode,
+    files_of,
+    is_image,
+    load_images,
+    read_each,
+    read_header,
+    resized,
+    with_channels,
+)
 from dpvision.data.nifti import SUFFIXES, is_volume, open_volume, volume_images
 from dpvision.data.normalisation import Normalisation
+from dpvision.data.npz import image_bytes
 from dpvision.data.splits import load_options
-from dpvision.errors import ArgumentError, DataError, bad_files_text, shown, some_of
+from dpvision.errors import ArgumentError, DataError, bad_files_text, printable, shown, some_of
 from dpvision.gradients.ordinary import fused_forward
 from dpvision.inference.load import ReleasedModel
 from dpvision.storage.files import disk_errors, write_atomically
@@ -119,6 +132,123 @@ def classes_of(maps_NMHW: Tensor) -> Tensor:
 
 
 @final
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """What a model says of some images.
+
+    Attributes:
+        names: the files, or the numbers of the images.
+        class_names: the classes, in the order of ``probabilities``.
+        probabilities: float32 (N, classes); of a model of findings each by itself, else they add up to 1. Empty for
+            masks.
+        masks: of a segmentation model, one array of class numbers for each image or volume, at its own size.
+        findings: whether several classes, or none, can hold.
+        skipped: (file, reason) of every file that could not be read.
+    """
+
+    names: tuple[str, ...]
+    class_names: tuple[str, ...]
+    probabilities: NDArray[np.float32]
+    masks: tuple[Mask, ...] = ()
+    findings: bool = False
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def found(self) -> tuple[tuple[str, ...], ...]:
+        """For each image the classes that hold: of findings those with probability 1/2 or more, else the likeliest."""
+        if not self.findings:
+            return tuple((self.class_names[int(row.argmax())],) for row in self.probabilities)
+        pairs = [zip(self.class_names, row, strict=True) for row in self.probabilities]
+        return tuple(tuple(name for name, p in row if p >= 0.5) for row in pairs)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The same as one text for each image; "none" where no finding holds."""
+        return tuple(", ".join(present) or "none" for present in self.found)
+
+
+Picture = Path | str | Tensor | NDArray[Any] | Image.Image
+"""One image: a file, an array or a tensor."""
+
+
+def predict(
+    released: ReleasedModel, images: Picture | Sequence[Picture], *, skip_bad: bool = False, device: str = "cpu"
+) -> Predictions:
+    """Predict classes or masks of images that are prepared as the training images were.
+
+    Args:
+        released: the model.
+        images: files and folders (for masks also volumes); or an array or tensor of a batch, (N, H, W, C) or
+            (N, C, H, W); or one image, (H, W), (H, W, C) or (C, H, W); or several of these images in a list, also of
+            different sizes. 8 or 16 bits, or numbers in 0..1; a run with an intensity window applies it.
+        skip_bad: continue without files that can't be read.
+        device: torch's name of the device.
+
+    Raises:
+        DataError: there are no images, or some can't be read or have another layout.
+        ArgumentError: files and arrays are mixed.
+    """
+    several = list(images) if isinstance(images, (list, tuple)) else [images]
+    files = [Path(each) for each in several if isinstance(each, (str, Path))]
+    if files and len(files) != len(several):
+        raise ArgumentError("images must be files or arrays, not both.")
+    released.model.to(device)
+    if released.config.task == "segmentation":
+        return _predict_masks_of(released, files, several, skip_bad=skip_bad)
+    names: tuple[str, ...]
+    if files:
+        pixels, names, skipped = load_images(
+            files, image_shape=released.image_shape, skip_bad=skip_bad, window=released.file_window
+        )
+    else:
+        seen = _given(released, several)
+        pixels, skipped = torch.cat([each.images_SCHW for each in seen]), ()
+        names = tuple(str(number) for number in range(len(pixels)))
+    findings = released.config.data.findings is not None
+    rows = predict_probabilities(released.model, pixels, released.normalisation, findings=findings)
+    return Predictions(names, released.class_names, rows.numpy(), findings=findings, skipped=skipped)
+
+
+def _predict_masks_of(
+    released: ReleasedModel, files: Sequence[Path], arrays: Sequence[object], *, skip_bad: bool
+) -> Predictions:
+    """Predict a mask for each image or volume."""
+    skipped: list[tuple[str, str]] = []
+    if files:
+        sources = [each for file in files for each in _images_and_volumes(file)]
+        read = [(printable(source), _seen_or_reason(released, source)) for source in sources]
+        skipped = [(name, seen) for name, seen in read if isinstance(seen, str)]
+        pairs = [(name, seen) for name, seen in read if not isinstance(seen, str)]
+        if skipped and not (skip_bad and pairs):
+            raise DataError(f"{len(skipped)} of {len(read)} files can't be read: {bad_files_text(skipped)}.")
+    else:
+        pairs = [(str(number), seen) for number, seen in enumerate(_given(released, arrays))]
+    masks = tuple(_mask_of(released, seen) for _, seen in pairs)
+    none = np.zeros((0, len(released.class_names)), dtype=np.float32)
+    names = tuple(name for name, _ in pairs)
+    return Predictions(names, released.class_names, none, masks=masks, skipped=tuple(skipped))
+
+
+def _given(released: ReleasedModel, images: Sequence[object]) -> list[_Seen]:
+    """Prepare arrays and tensors: a batch, or one image each."""
+    channels, *size = released.image_shape
+    seen: list[_Seen] = []
+    for each in images:
+        values = each.detach().cpu().numpy() if isinstance(each, Tensor) else np.asarray(each)
+        if values.ndim == 4 and len(images) > 1:
+            raise DataError(f"each of several images must be (H, W), (H, W, C) or (C, H, W), got {values.shape}.")
+        batch = values if values.ndim == 4 else values[None]
+        # A copy: the array may belong to a Pillow image, which can't be written to.
+        pixels = torch.from_numpy(image_bytes(batch, released.config.data.window, Path("images")).copy())
+        height, width = pixels.shape[2:]
+        fitted = resized(with_channels(pixels, channels), (size[0], size[1]), squash=False)
+        seen += [_Seen(row[None], height, width) for row in fitted]
+    if not seen:
+        raise DataError("no images given.")
+    return seen
+
+
+@final
 @dataclass(frozen=True)
 class MaskFile:
     """A mask as it will be written; ``shares`` is the share of pixels of each class but the background."""
@@ -182,7 +312,7 @@ def write_masks(
     files: list[MaskFile] = []
     bad: list[tuple[str, str]] = []
     for job in jobs:
-        seen = _seen_or_reason(released, job)
+        seen = _seen_or_reason(released, job.source)
         if isinstance(seen, str):
             bad.append((str(job.source), seen))
         else:
@@ -212,10 +342,15 @@ def _nearest(length: int, start: float, stop: float, size: int) -> tuple[NDArray
     return np.clip((place * size).astype(np.int64), 0, size - 1), (place >= 0) & (place <= 1)
 
 
-def _jobs(source: Path, folder: Path) -> list[_Job]:
+def _images_and_volumes(source: Path) -> list[Path]:
     files = files_of(source, lambda file: is_image(file) or is_volume(file))
     if not files:
         raise DataError(f"{shown(source)} has no images or volumes.")
+    return files
+
+
+def _jobs(source: Path, folder: Path) -> list[_Job]:
+    files = _images_and_volumes(source)
     below = source if source.is_dir() else source.parent
     return [_Job(file, folder / file.relative_to(below).parent / _mask_name(file)) for file in files]
 
@@ -246,10 +381,10 @@ def _require_free(jobs: Sequence[_Job], folder: Path, *, force: bool) -> None:
         raise ArgumentError(f"{some_of(taken)} exist already. Choose another --output, or replace with --force.")
 
 
-def _seen_or_reason(released: ReleasedModel, job: _Job) -> _Seen | str:
+def _seen_or_reason(released: ReleasedModel, source: Path) -> _Seen | str:
     """Read an image or volume, or return why it can't be read."""
-    read = _read_volume if is_volume(job.source) else _read_image
-    (found,) = read_each(lambda _: read(released, job.source), 1, what="reading", workers=1)
+    read = _read_volume if is_volume(source) else _read_image
+    (found,) = read_each(lambda _: read(released, source), 1, what="reading", workers=1)
     return found
 
 
@@ -265,16 +400,21 @@ def _read_volume(released: ReleasedModel, source: Path) -> _Seen:
     return _Seen(images_SCHW, height, width, volume.affine, options.volume_axis)
 
 
-def _mask_file(released: ReleasedModel, job: _Job, seen: _Seen) -> MaskFile:
+def _mask_of(released: ReleasedModel, seen: _Seen) -> Mask:
+    """Predict the mask of an image, or of a volume in its own order of axes."""
     masks = predict_masks(released.model, seen.images_SCHW, released.normalisation)
     masks_SHW = np.stack([at_own_size(mask.numpy(), seen.height, seen.width) for mask in masks])
-    names = released.class_names
-    shares = {name: float((masks_SHW == number).mean()) for number, name in enumerate(names) if number > 0}
+    return masks_SHW[0] if seen.affine is None else np.moveaxis(masks_SHW, 0, seen.axis)
+
+
+def _mask_file(released: ReleasedModel, job: _Job, seen: _Seen) -> MaskFile:
+    mask, names = _mask_of(released, seen), released.class_names
+    shares = {name: float((mask == number).mean()) for number, name in enumerate(names) if number > 0}
     if seen.affine is None:
-        content = _png_bytes(masks_SHW[0], black_and_white=len(names) == 2)
+        content = _png_bytes(mask, black_and_white=len(names) == 2)
     else:
         packed = job.source.name.lower().endswith(".gz")
-        content = _nifti_bytes(np.moveaxis(masks_SHW, 0, seen.axis), seen.affine, packed=packed)
+        content = _nifti_bytes(mask, seen.affine, packed=packed)
     return MaskFile(job.source, job.path, content, shares)
 
 

@@ -29,6 +29,15 @@ _HUB_METRICS = ("accuracy", "dice", "iou")
 _HUB_TASKS = {"classification": "image-classification", "segmentation": "image-segmentation"}
 
 
+def known_model_cards(
+    certificate: Mapping[str, Any], *, metrics: Mapping[str, Any], config: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Return the card, and its first version, which did not say how to use the model without dpvision."""
+    card = model_card(certificate, metrics=metrics, config=config)
+    section = "".join(f"{text}\n\n" for text in _without_dpvision(parse_certificate(certificate), config))
+    return (card, card.replace(section, "")) if section else (card,)
+
+
 def model_card(certificate: Mapping[str, Any], *, metrics: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Return the model card of a release.
 
@@ -96,6 +105,7 @@ def _sections(certificate: Certificate, metrics: str, config: Mapping[str, Any])
     yield _what(certificate, config)
     yield "## Intended use\n" + _use(certificate, config)
     yield from _own_code(config)
+    yield from _without_dpvision(certificate, config)
     yield ("## Figures\n" if certificate.format == 2 else "## Metrics\n") + metrics
     yield "## Privacy\n" + _privacy(certificate)
     yield "## Limits\n" + _limits(certificate)
@@ -145,6 +155,32 @@ def _own_code(config: Mapping[str, Any]) -> Iterator[str]:
         f"## Code\nThe model is the owner's own code, which is not part of this release: {safe_markdown(place)}. Ask "
         f"the owner for it, read it, and name it:\n```\ndpvision predict . IMAGES --model {_plain(name)}\n```\n"
         "It is executed only if its hash is the same."
+    )
+
+
+def _without_dpvision(certificate: Certificate, config: Mapping[str, Any]) -> Iterator[str]:
+    """How to use an export with onnxruntime, numpy and Pillow alone; of a model that dpvision can export."""
+    shape = certificate.data.get("image_shape")
+    if config.get("task") not in _HUB_TASKS or not isinstance(shape, list) or len(shape) != 3:
+        return
+    if shape[0] not in (1, 3) or not all(type(side) is int and side > 0 for side in shape):
+        return
+    channels, height, width = shape
+    mode, size = ("L" if channels == 1 else "RGB"), f"({width}, {height})"
+    own = str(config["model"].get("name", "")) if isinstance(config.get("model"), dict) else ""
+    code = f" --model {_plain(own)}" if is_own(own) else ""
+    answer = "[0].argmax(0)" if config["task"] == "segmentation" else ""
+    yield (
+        "## Use it without dpvision\nOnce, with dpvision and this folder as RELEASE:\n```\n"
+        f"dpvision export RELEASE --to onnx --output model.onnx{code}\n```\n"
+        "Then anywhere, with onnxruntime, numpy and Pillow; normalisation is part of model.onnx:\n```python\n"
+        "import numpy as np, onnxruntime\n"
+        "from PIL import Image, ImageOps\n"
+        'session = onnxruntime.InferenceSession("model.onnx")\n'
+        f'image = ImageOps.fit(Image.open("image.png").convert("{mode}"), {size}, Image.Resampling.BILINEAR)\n'
+        f"pixels = np.asarray(image).reshape(1, {height}, {width}, {channels}).transpose(0, 3, 1, 2)\n"
+        'print(session.get_modelmeta().custom_metadata_map["classes"], '
+        f'session.run(["probabilities"], {{"images": pixels}})[0]{answer})\n```'
     )
 
 

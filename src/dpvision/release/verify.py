@@ -30,7 +30,7 @@ from dpvision.privacy.ledger import (
 from dpvision.privacy.mechanism import COUNTED_UNITS, Mechanism
 from dpvision.release.build import Bounds, ReleaseFacts, bounds_of, build_certificate, steps_taken
 from dpvision.release.certificate_page import known_certificate_pages
-from dpvision.release.model_card import model_card
+from dpvision.release.model_card import known_model_cards
 from dpvision.release.schema import Certificate, format_for, parse_certificate
 from dpvision.release.sign import Signature, checked_signature, fingerprint
 from dpvision.release.statements import (
@@ -589,8 +589,8 @@ def _check_pages(place: _Place, certificate: Certificate, findings: Findings) ->
     card, metrics, config = (place.release / name for name in (CARD, METRICS, CONFIG))
     if card.exists() and metrics.exists() and config.exists():
         with findings.noted():
-            made = model_card(values, metrics=_read_object(metrics), config=_read_object(config))
-            same = read_file(card) == made.encode()
+            made = known_model_cards(values, metrics=_read_object(metrics), config=_read_object(config))
+            same = read_file(card) in [page.encode() for page in made]
             findings.require(
                 same, f"{card} does not say what certificate, metrics and configuration say: it was changed."
             )

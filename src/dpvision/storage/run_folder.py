@@ -216,6 +216,15 @@ class RunFolder:
             )
         raise ArgumentError(f"{path} must be a run folder: it has no release/. Give what dpvision train made.")
 
+    @staticmethod
+    def open_release(path: Path) -> RunFolder:
+        """Open a run folder, or a copy of its release folder under any name, to read the release alone."""
+        if (path / "release").is_dir() or not (path / CERTIFICATE).is_file():
+            return RunFolder.open(path)
+        folder = RunFolder(path)
+        folder.release, folder.ledger_path = path, path / LEDGER
+        return folder
+
     def __enter__(self) -> RunFolder:
         return self
 
