@@ -201,7 +201,11 @@ def _reads_of_values() -> Iterator[list[Exception]]:
     The graph would freeze what the code does in its except block. As with clocks, that is about honesty.
     """
     found: list[Exception] = []
-    kinds = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+    kinds: tuple[Any, ...] = (
+        GuardOnDataDependentSymNode,
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
     usual = [kind.__init__ for kind in kinds]
 
     def noted(init: Callable[..., None]) -> Callable[..., None]:
