@@ -28,7 +28,9 @@ from dpvision.release.statements import (
     COUNTED_UNITS,
     HAND_SEEDED,
     HELD_OUT,
+    HELD_OUT_ENDINGS,
     NO_PRIVACY,
+    OWN_TEST,
     TEST_SPLIT,
     VOLUME,
     WORDING,
@@ -256,6 +258,26 @@ def test_units_that_are_held_out_are_named_as_uncovered(tmp_path: Path) -> None:
     assert not any("held out" in text for text in certificate(tmp_path)["not_covered"])
     ledger.note("declare", {"what": TEST_SPLIT, "how": f"10% of the units, {HELD_OUT}"})
     assert any("units held out for testing" in text for text in certificate(tmp_path)["not_covered"])
+
+
+@pytest.mark.parametrize("how", [f"10% of the units, {HELD_OUT}", f"scans, {OWN_TEST}"])
+def test_the_top_of_the_page_says_that_own_test_images_get_no_epsilon(tmp_path: Path, how: str) -> None:
+    ledger = ledger_of(tmp_path)
+    assert "No epsilon for the test images" not in render_certificate_page(certificate(tmp_path))
+    ledger.note("declare", {"what": TEST_SPLIT, "how": how})
+    made = certificate(tmp_path)
+    top = render_certificate_page(made).partition("## ")[0]
+    assert f"**No epsilon for the test images:** {how}." in top
+    assert "public" not in made["deployment"]["utility"]
+
+
+def test_held_out_units_of_earlier_ledgers_are_still_named(tmp_path: Path) -> None:
+    earlier = HELD_OUT_ENDINGS[1]
+    ledger_of(tmp_path).note("declare", {"what": TEST_SPLIT, "how": f"10% of the units, {earlier}"})
+    made = certificate(tmp_path)
+    assert any("units held out for testing" in text for text in made["not_covered"])
+    assert "No epsilon for the test images" not in render_certificate_page(made)
+    assert "declared public" in made["deployment"]["utility"]
 
 
 def test_the_page_says_where_mu_ends(tmp_path: Path) -> None:

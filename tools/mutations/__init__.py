@@ -9,6 +9,7 @@ from tools.mutations.fast import FAST
 from tools.mutations.faults import FAULTS
 from tools.mutations.gradients import GRADIENTS
 from tools.mutations.hostile import HOSTILE
+from tools.mutations.inputs import INPUTS
 from tools.mutations.masks import MASKS
 from tools.mutations.mutation import Mutation
 from tools.mutations.native import NATIVE
@@ -43,6 +44,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *SEPARABILITY,
     *VIEWS,
     *MASKS,
+    *INPUTS,
     *FAULTS,
     *HOSTILE,
     *REPRODUCE,

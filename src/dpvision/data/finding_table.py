@@ -16,7 +16,7 @@ from torch import Tensor
 from dpvision.data.image_folder import Listing, files_below
 from dpvision.data.images import SUFFIXES, is_readable
 from dpvision.data.options import LoadOptions
-from dpvision.data.tables import FILE_HEADINGS, FileIndex, file_name, read_table
+from dpvision.data.table_files import FILE_HEADINGS, FileIndex, file_name, read_table
 from dpvision.errors import DataError, shown, some_of
 
 _PRESENT = frozenset({"1", "1.0"})

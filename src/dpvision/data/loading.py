@@ -19,7 +19,7 @@ from dpvision.data.npz import arrays_of, has_val_arrays, load_npz, splits_of_arr
 from dpvision.data.options import LoadOptions, Progress
 from dpvision.data.safe_read import reading
 from dpvision.data.store import ImageStore
-from dpvision.data.tables import is_table
+from dpvision.data.table_files import is_table
 from dpvision.data.units import TEST_FOLDERS
 from dpvision.errors import DataError, shown, some_of
 

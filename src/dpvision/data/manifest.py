@@ -21,7 +21,7 @@ from dpvision.data.image_folder import Listing, files_below, list_classes
 from dpvision.data.images import is_readable
 from dpvision.data.options import LoadOptions
 from dpvision.data.safe_read import open_regular
-from dpvision.data.tables import (
+from dpvision.data.table_files import (
     FILE_HEADINGS,
     TABLE_SUFFIXES,
     FileIndex,

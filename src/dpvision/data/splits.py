@@ -20,7 +20,7 @@ from dpvision.data.loading import load, load_given, load_one
 from dpvision.data.normalisation import Normalisation, fixed_normalisation
 from dpvision.data.options import LoadOptions
 from dpvision.data.store import ImageStore, dense_units
-from dpvision.data.tables import is_table
+from dpvision.data.table_files import is_table
 from dpvision.data.units import OWNED_BY_FILE
 from dpvision.errors import ArgumentError, DataError, some_of
 from dpvision.privacy.randomness import Keys

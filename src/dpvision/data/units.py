@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpvision.data.options import LoadOptions
 from dpvision.data.store import dense_units
-from dpvision.data.tables import FILE_HEADINGS, FileIndex, Table, file_name, read_table
+from dpvision.data.table_files import FILE_HEADINGS, FileIndex, Table, file_name, read_table
 from dpvision.errors import DataError, printable, shown, some_of
 
 TRAIN_FOLDER = "train"

@@ -32,7 +32,7 @@ from dpvision.accounting.charges import SMALLEST_RATE
 from dpvision.config import ModelConfig, RunConfig, parse_config, required
 from dpvision.data import ImageStore, dataset_names
 from dpvision.data.splits import RunSplits, load_splits
-from dpvision.data.tables import is_table
+from dpvision.data.table_files import is_table
 from dpvision.data.units import OWNED_BY_FILE, owner_hint
 from dpvision.errors import ArgumentError, PrivacyError, brief
 from dpvision.models import entry

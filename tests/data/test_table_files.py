@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dpvision.data.tables import FileIndex, leads_outside, read_table
+from dpvision.data.table_files import FileIndex, leads_outside, read_table
 from dpvision.errors import DataError
 
 HEADING, ROWS = ["file", "label", "age"], [["a.png", "cat", "3"], ["b.png", "dog", ""]]
