@@ -31,8 +31,8 @@ def discs(count: int, *, seed: int = 0, classes: int = 1) -> tuple[np.ndarray, n
 def write_discs(path: Path, *, patients: int = 10, test_patients: int = 4, classes: int = 1) -> Path:
     """An .npz with both splits; patient p has 1 + p % 5 slices, and one slice of the test has nothing on it."""
     arrays: dict[str, Any] = {}
-    for start, number, seed in (("", patients, 0), ("test_", test_patients, 1)):
-        owners = np.repeat(np.arange(number), [1 + patient % 5 for patient in range(number)])
+    for start, first, number, seed in (("", 0, patients, 0), ("test_", patients, test_patients, 1)):
+        owners = np.repeat(first + np.arange(number), [1 + patient % 5 for patient in range(number)])
         images, masks = discs(len(owners), seed=seed, classes=classes)
         arrays |= {f"{start}images": images, f"{start}masks": masks, f"{start}patient": owners}
     arrays["test_masks"][0] = 0
