@@ -44,6 +44,7 @@ FLAGS = {
     "evaluate": """--data-dir --device --groups --json --model --operating-point --positive --test --test-findings
         --test-masks --threads""",
     "predict": "--csv --device --force --json --model --output --skip-bad --threads --window",
+    "export": "--force --json --model --output --threads --to",
     "verify": "--json --key",
     "audit": """--black-box --canaries --confidence --json --mechanism --members --model --no-attach --non-members
         --option --ordinary-shadows --recipe --shadows --threads""",
