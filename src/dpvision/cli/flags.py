@@ -37,6 +37,17 @@ Threads = Annotated[
 OwnModel = Annotated[
     str | None, typer.Option("--model", help="The run's own model again, FILE.py:FUNCTION, where it has one.")
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where a command computes, and how it prints: the same flags for every command that uses a model."""
+
+    device: Device = "cpu"
+    threads: Threads = None
+    json: Json = False
+
+
 ModelOptions = Annotated[
     list[str] | None, typer.Option(help="Option of the model, as name=value. May be repeated.", metavar="NAME=VALUE")
 ]

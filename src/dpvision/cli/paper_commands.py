@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dpvision.cli.console import INTERRUPTED, PROBLEMS_FOUND, print_results, print_table, say
-from dpvision.cli.flags import Device, Json, Threads, set_threads
+from dpvision.cli.flags import Json, Machine, set_threads
 
 if TYPE_CHECKING:
     from dpvision.papers import Recipe
@@ -40,15 +40,13 @@ def _print_by_paper(found: tuple[Recipe, ...]) -> None:
 
 
 def reproduce(
+    on: Machine,
     table: Annotated[str | None, typer.Argument(help="Which table; --list shows them.")] = None,
     scale: Annotated[str, typer.Option(help="paper, cpu (reduced versions) or quick (smoke test).")] = "paper",
     repeats: Annotated[int, typer.Option(help="Runs of each row, >= 1. Each is a release of its own.")] = 1,
     rows: Annotated[str | None, typer.Option(help="Names of rows, separated by commas; * matches anything.")] = None,
     output: Annotated[Path | None, typer.Option(help="Default: reproduce/TABLE, with -cpu or -quick after it.")] = None,
-    device: Device = "cpu",
-    threads: Threads = None,
     show: Annotated[bool, typer.Option("--list", help="List the tables, or the rows of one, and stop.")] = False,
-    json: Json = False,
 ) -> None:
     """Run a paper's table again: table.md, table.json and table.svg with the paper's results beside ours.
 
@@ -57,9 +55,9 @@ def reproduce(
     Example: dpvision reproduce shoefit-table5 --scale cpu --repeats 3
     """
     if show or table is None:
-        _list(table, json=json)
+        _list(table, json=on.json)
         return
-    set_threads(threads)
+    set_threads(on.threads)
     from dpvision.cli.progress import TerminalProgress
     from dpvision.papers.reproduce import Job
     from dpvision.papers.reproduce import reproduce as run_table
@@ -67,9 +65,9 @@ def reproduce(
 
     folder = output or Path("reproduce") / (table if scale == "paper" else f"{table}-{scale}")
     patterns = tuple(part.strip() for part in (rows or "").split(",") if part.strip())
-    job = Job(table=find_table(table), folder=folder, scale=scale, repeats=repeats, rows=patterns, device=device)
+    job = Job(table=find_table(table), folder=folder, scale=scale, repeats=repeats, rows=patterns, device=on.device)
     report = run_table(job, callback=TerminalProgress())
-    _print(report, json=json)
+    _print(report, json=on.json)
     if report.interrupted:
         say("interrupted; the same command continues")
         raise typer.Exit(INTERRUPTED)

@@ -6,13 +6,14 @@ import csv as csv_format
 import io
 import sys
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dpvision.cli.console import print_results, say
-from dpvision.cli.flags import Device, Json, OwnModel, Threads, set_threads
+from dpvision.cli.flags import Machine, OwnModel, set_threads
 from dpvision.errors import ArgumentError
 from dpvision.storage.files import disk_errors, write_atomically
 
@@ -24,12 +25,31 @@ if TYPE_CHECKING:
 Run = Annotated[Path, typer.Argument(help="A run's folder, or its release folder.")]
 
 
+@dataclass(frozen=True, kw_only=True)
+class TestImages:
+    """Images to measure a model on."""
+
+    test: Annotated[str | None, typer.Option(help="Public images. Default: the run's own test split.")] = None
+    test_masks: Annotated[str | None, typer.Option(help="Their masks, for a segmentation model.")] = None
+    test_findings: Annotated[str | None, typer.Option(help="CSV of their findings, for a model of findings.")] = None
+    data_dir: Annotated[Path | None, typer.Option(help="Folder that holds the known datasets.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Files that predictions are written to."""
+
+    output: Annotated[Path | None, typer.Option(help="Folder for masks: NAME_mask.png or NAME_mask.nii.gz.")] = None
+    force: Annotated[bool, typer.Option("--force", help="Replace existing masks.")] = False
+    csv: Annotated[
+        Path | None, typer.Option(help="File for a table: every image with the probability of each class.")
+    ] = None
+
+
 def evaluate(
     run: Run,
-    test: Annotated[str | None, typer.Option(help="Public images. Default: the run's own test split.")] = None,
-    test_masks: Annotated[str | None, typer.Option(help="Their masks, for a segmentation model.")] = None,
-    test_findings: Annotated[str | None, typer.Option(help="CSV of their findings, for a model of findings.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder that holds the known datasets.")] = None,
+    of: TestImages,
+    on: Machine,
     groups: Annotated[
         Path | None,
         typer.Option(help="CSV of image (file, row number or owner) and group: metrics of each group, too."),
@@ -41,9 +61,6 @@ def evaluate(
         str | None, typer.Option(help="Positive class of the threshold. Default: of two, the second.")
     ] = None,
     model: OwnModel = None,
-    device: Device = "cpu",
-    threads: Threads = None,
-    json: Json = False,
 ) -> None:
     """Measure a released model on public images: accuracy and AUC with 95 % intervals, or Dice for masks.
 
@@ -53,7 +70,7 @@ def evaluate(
 
     Example: dpvision evaluate runs/liver --test scans --test-masks masks
     """
-    set_threads(threads)
+    set_threads(on.threads)
     from dpvision.inference import FindingMetrics, Metrics, evaluate_masks
     from dpvision.inference import evaluate as measure
     from dpvision.inference.load import load_model, load_test_images
@@ -68,10 +85,15 @@ def evaluate(
     with redirect_stdout(sys.stderr):
         released = load_model(run, model=model)
         store = load_test_images(
-            run, released, test=test, test_masks=test_masks, data_dir=data_dir, test_findings=test_findings
+            run,
+            released,
+            test=of.test,
+            test_masks=of.test_masks,
+            data_dir=of.data_dir,
+            test_findings=of.test_findings,
         )
         judge = evaluate_masks if store.per_pixel else measure
-        metrics = judge(released.model.to(device), store, released.normalisation)
+        metrics = judge(released.model.to(on.device), store, released.normalisation)
     values = {"evaluated_on": store.name, **metrics.to_dict()}
     comparison = metrics.comparison()
     if comparison is not None:
@@ -88,7 +110,7 @@ def evaluate(
     if comparison is not None:
         others.append(f"better than chance: {comparison_text(comparison)}".replace("\u00a0", " "))
     lines = [f"{store.name}: {first}", *(f"  {line}" for line in others)]
-    print_results(values, lines, json=json)
+    print_results(values, lines, json=on.json)
 
 
 def predict(
@@ -96,20 +118,14 @@ def predict(
     images: Annotated[
         list[Path], typer.Argument(help="Image or DICOM files, folders of them, or NIfTI volumes for masks.")
     ],
-    output: Annotated[Path | None, typer.Option(help="Folder for masks: NAME_mask.png or NAME_mask.nii.gz.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace existing masks.")] = False,
+    files: Files,
+    on: Machine,
     window: Annotated[
         tuple[float, float] | None,
         typer.Option(help="Volumes, DICOM: intensities from LOW to HIGH. Default: the run's own."),
     ] = None,
-    csv: Annotated[
-        Path | None, typer.Option(help="File for a table: every image with the probability of each class.")
-    ] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Skip images that can't be read.")] = False,
     model: OwnModel = None,
-    device: Device = "cpu",
-    threads: Threads = None,
-    json: Json = False,
 ) -> None:
     """Predict with a released model: a class for each image, or a mask.
 
@@ -119,33 +135,35 @@ def predict(
 
     Example: dpvision predict runs/liver scan.nii.gz --output masks
     """
-    set_threads(threads)
+    set_threads(on.threads)
     from dpvision.inference.load import load_model
 
     with redirect_stdout(sys.stderr):
         released = load_model(run, model=model)
     draws = released.config.task == "segmentation"
-    if draws and output is None:
+    if draws and files.output is None:
         raise ArgumentError("this model predicts masks: name a folder for them with --output.")
-    if not draws and (output is not None or force):
+    if not draws and (files.output is not None or files.force):
         raise ArgumentError("this model predicts a class for each image, no masks: leave out --output and --force.")
-    if draws and csv is not None:
+    if draws and files.csv is not None:
         raise ArgumentError("this model predicts masks, no class for each image: leave out --csv.")
     if window is not None:
         released = released.with_window(window)
-    for flag, path in (("--output", output), ("--csv", csv)):
+    for flag, path in (("--output", files.output), ("--csv", files.csv)):
         if path is not None and path.resolve().is_relative_to(run.resolve()):
             raise ArgumentError(f"{flag} must lie outside the run's own folder, got {path}.")
     with redirect_stdout(sys.stderr):
-        if output is None:
-            values, lines, skipped = _classes(released, images, skip_bad=skip_bad, device=device)
+        if files.output is None:
+            values, lines, skipped = _classes(released, images, skip_bad=skip_bad, device=on.device)
         else:
-            values, lines, skipped = _masks(released, images, output, force=force, skip_bad=skip_bad, device=device)
-    if csv is not None:
-        with disk_errors(f"write {csv}"):
-            write_atomically(csv, _table(values["predictions"], released.class_names))
-    print_results({**values, "skipped": [list(pair) for pair in skipped]}, lines, json=json)
-    for name, reason in () if json else skipped:
+            values, lines, skipped = _masks(
+                released, images, files.output, force=files.force, skip_bad=skip_bad, device=on.device
+            )
+    if files.csv is not None:
+        with disk_errors(f"write {files.csv}"):
+            write_atomically(files.csv, _table(values["predictions"], released.class_names))
+    print_results({**values, "skipped": [list(pair) for pair in skipped]}, lines, json=on.json)
+    for name, reason in () if on.json else skipped:
         say(f"skipped {name}: {reason}")
 
 

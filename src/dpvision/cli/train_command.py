@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpvision.cli.console import INTERRUPTED, known_device, print_results, say
-from dpvision.cli.flags import Device, Given, Json, OwnModel, Threads, set_threads
+from dpvision.cli.flags import Given, Json, Machine, OwnModel, Threads, set_threads
 from dpvision.errors import ArgumentError, DataError, brief, shown
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def train(given: Given, flags: TrainFlags) -> None:
 
 def resume(
     run: Annotated[Path, typer.Argument(help="The folder of a run that was stopped.")],
+    on: Machine,
     fork: Annotated[
         bool, typer.Option("--fork", help="Continue although data or own code changed: other noise, charged again.")
     ] = False,
@@ -104,10 +105,7 @@ def resume(
     loss: Annotated[
         str | None, typer.Option(help="The run's own loss again, FILE.py:FUNCTION, where it has one.")
     ] = None,
-    device: Device = "cpu",
-    threads: Threads = None,
     log: _Log = None,
-    json: Json = False,
 ) -> None:
     """Continue a run that was interrupted, from any directory. A finished run is left as it is.
 
@@ -115,7 +113,7 @@ def resume(
 
     Example: dpvision resume runs/demo-1
     """
-    set_threads(threads)
+    set_threads(on.threads)
     from dpvision.cli.progress import TerminalProgress
     from dpvision.training import Callbacks, resume_training
     from dpvision.training.run_logs import log_callback
@@ -123,8 +121,8 @@ def resume(
     logs = log_callback(log, run)
     with closing(TerminalProgress()) as progress, redirect_stdout(sys.stderr):
         told = Callbacks(progress, logs)
-        result = resume_training(run, allow_fork=fork, device=device, callback=told, model=model, loss=loss)
-    _finish(result, json=json)
+        result = resume_training(run, allow_fork=fork, device=on.device, callback=told, model=model, loss=loss)
+    _finish(result, json=on.json)
 
 
 def build_config(
