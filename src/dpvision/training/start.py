@@ -133,23 +133,23 @@ def train_baseline(
     """
     stored = session.folder.load_key()
     callback.message("training the baseline without privacy first …")
-    callback_of_run, callback = callback, callback.of_baseline()
+    told = callback.of_baseline()  # results without noise are not for every log
     other, prepared = start_run(
         without_privacy(asked),
         session.folder.private / BASELINE,
         seed=None,
         device=session.device,
-        callback=callback,
+        callback=told,
         code=code,
         data=data,
         holdout=holdout_keys(stored.keys, stored.run_id),
     )
-    result = run_to_release(other, callback, choices=prepared.choices)
+    result = run_to_release(other, told, choices=prepared.choices)
     if result.outcome == "stopped":
         raise KeyboardInterrupt  # the user wants the whole command to end; the private run can be resumed
     record_baseline(session, other)
     if not images_are_declared_public(session.config):
-        callback_of_run.message(f"the baseline's result is in {session.folder.private}: {NEVER_PUBLISH}.")
+        callback.message(f"the baseline's result is in {session.folder.private}: {NEVER_PUBLISH}.")
 
 
 def start_run(
