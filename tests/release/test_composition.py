@@ -55,6 +55,13 @@ def test_a_run_without_a_guarantee_voids_the_sum_also_of_disjoint_data() -> None
         assert (found["epsilon"], found["void"]) == (None, "run b: trained without privacy: no guarantee")
 
 
+def test_disjoint_data_that_protect_different_units_have_no_common_epsilon() -> None:
+    patients = replace(bill("b", "photos"), privacy_unit="patient")
+    found = spent_together([bill("a"), patients], disjoint=True)
+    assert found["epsilon"] is None
+    assert "no common epsilon" in found["void"]
+
+
 def test_initial_weights_of_a_private_run_that_is_not_given_void_the_sum() -> None:
     child = replace(bill("child"), earlier=("parent",))
     alone = spent_together([child])

@@ -139,6 +139,14 @@ def test_a_run_without_privacy_voids_the_sum_and_the_others_are_stated(runs: Pat
     assert found.others["epsilon"] == pytest.approx(guarantee([(STEP, 12)], delta=1e-3).epsilon)
 
 
+def test_the_sum_of_the_others_follows_the_same_rules(runs: Path, tmp_path: Path) -> None:
+    spend(tmp_path / "small", delta=1e-5)
+    _, found = compare_runs([runs / "open", runs / "done", tmp_path / "small"], output=tmp_path / "page.html")
+    assert found.others is not None
+    assert found.others["delta"] == 1e-5, "the smallest, as for all of them"
+    assert found.others["epsilon"] == pytest.approx(guarantee([(STEP, 15)], delta=1e-5).epsilon)
+
+
 def test_the_same_images_under_two_names_are_not_disjoint(tmp_path: Path) -> None:
     for name in ("one", "two"):
         source = write_images(tmp_path / f"{name}.npz")

@@ -76,7 +76,7 @@ REPRODUCE = (
     *mutations(
         "training/test_run_logs",
         "training/start.py",
-        ("the baseline is logged", "callback, callback.of_baseline()", "callback, callback"),
+        ("the baseline is logged", "told = callback.of_baseline()", "told = callback"),
     ),
     *mutations(
         "training/test_resume_elsewhere",

@@ -139,7 +139,8 @@ def comparison_chart(series: Sequence[Series], *, score_name: str) -> Markup:
                 axes.axhline(run.final, color=colour, linewidth=2, dashes=(4, 4), clip_on=False)
         for number, (x, y), lift in _spread(ends, (furthest, high - low)):
             colour = _SERIES[(number - 1) % len(_SERIES)]
-            _label(axes, str(number), (x, y), offset=(9, -4 + lift), colour=colour, weight="bold")
+            above = 0 if x else 12  # off a dashed line
+            _label(axes, str(number), (x, y), offset=(9, -4 + above + lift), colour=colour, weight="bold")
 
     label = f"Line chart: test {score_name} of {len(series)} runs over epsilon."
     return _svg(draw, height=0.66, titles=("Epsilon spent", f"Test {score_name}"), label=label)

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from dpvision.errors import ArgumentError, printable
 from dpvision.privacy.mechanism import rounded_up
-from dpvision.release.composition import UNREADABLE, Bill, composed, spent_together
+from dpvision.release.composition import Bill, spent_together
 from dpvision.release.report import environment, score_text
 from dpvision.release.run_states import RunSummary, describe_run
 from dpvision.release.verify import verify
@@ -96,7 +96,7 @@ def compare_runs(paths: Sequence[Path], *, disjoint: bool = False, output: Path)
         _refuse_equal_data(runs, names)
     together = spent_together(bills, disjoint=disjoint) if bills else {**_NOTHING, "disjoint": disjoint, "groups": []}
     sound = [bill for bill in bills if not bill.voids]
-    others = composed(sound) if sound and len(sound) < len(bills) else None
+    others = spent_together(sound, disjoint=disjoint) if sound and len(sound) < len(bills) else None
     found = RunComparison(runs=runs, names=names, together=together, others=others)
     with disk_errors(f"write {output}"):
         write_atomically(output, _render(found).encode())
@@ -147,7 +147,6 @@ def _render(found: RunComparison) -> str:
             others=found.others,
             charts=_charts(rows),
             unit=next((run.bill.privacy_unit for run in found.runs if run.bill is not None), "example"),
-            unreadable=UNREADABLE,
         )
     )
 

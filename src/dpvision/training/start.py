@@ -125,16 +125,16 @@ def train_baseline(
     """
     stored = session.folder.load_key()
     callback.message("training the baseline without privacy first …")
-    callback_of_run, callback = callback, callback.of_baseline()
+    told = callback.of_baseline()  # results without noise are not for every log
     prepared = prepare(without_privacy(asked), holdout_keys(stored.keys, stored.run_id), data)
     path, keys = session.folder.private / BASELINE, Keys.from_os_entropy()
-    other, prepared = write_first_state(prepared, path, keys=keys, device=session.device, callback=callback, code=code)
-    result = run_to_release(other, callback, choices=prepared.choices)
+    other, prepared = write_first_state(prepared, path, keys=keys, device=session.device, callback=told, code=code)
+    result = run_to_release(other, told, choices=prepared.choices)
     if result.outcome == "stopped":
         raise KeyboardInterrupt  # the user wants the whole command to end; the private run can be resumed
     record_baseline(session, other)
     if not images_are_declared_public(session.config):
-        callback_of_run.message(f"the baseline's result is in {session.folder.private}: {NEVER_PUBLISH}.")
+        callback.message(f"the baseline's result is in {session.folder.private}: {NEVER_PUBLISH}.")
 
 
 def start_run(
