@@ -103,6 +103,10 @@ def test_the_validation_part_of_medmnist_is_not_used_and_the_run_says_so(tmp_pat
     assert int(splits.train.images.max()) == 0
     assert splits.unused.startswith("val_images is neither trained on nor tested on")
     assert splits.unused in prepared(tmp_path / "bloodmnist.npz").notes
+    arrays["train_labels"] = np.zeros((30, 14), np.uint8)
+    np.savez(tmp_path / "chestmnist.npz", **arrays)
+    with pytest.raises(DataError, match="several findings an image are read with --findings"):
+        load(tmp_path / "chestmnist.npz", LoadOptions(classes="a,b,c"))
     named = load(tmp_path / "bloodmnist.npz", LoadOptions(classes="a,b,c"))
     assert named.train.class_names == ("a", "b", "c")
 

@@ -142,6 +142,8 @@ def _store(part: _Part, names: tuple[str, ...], *, name: str, path: Path, option
     for what, values, shape in (("labels", answers, wanted), ("units", owners, (rows,))):
         if values is not None and values.shape != shape:
             what = "masks" if len(shape) > 1 else what
+            if what == "labels" and values.ndim == 2 and len(values) == rows:
+                what = "several findings an image are read with --findings from a table, not from here: labels"
             raise DataError(f"{shown(path)}: {what} {values.shape} don't match {rows} images {pixels.shape[2:]}.")
     if not options.segmentation:
         answers = _numbered(answers, names, path)
