@@ -136,9 +136,9 @@ def test_rate_times_steps_rises_with_the_signal_and_with_the_classes() -> None:
 
 
 def test_two_classes_are_trained_longer_than_their_frequencies_take_to_learn() -> None:
-    # Below 40 the more frequent class decided in the fit, at 120 and more a shift in new images did.
-    assert [training_time(2, signal=signal) for signal in (117.0, 289.0, 605.0)] == [40.0, 40.0, 40.0]
-    assert training_time(2, signal=5000.0) == pytest.approx(330.0)
+    # Below 20 the more frequent class decided in the fit, above 40 a shift in new images did.
+    assert [training_time(2, signal=signal) for signal in (117.0, 289.0, 625.0)] == [26.0, 26.0, 26.0]
+    assert training_time(2, signal=5000.0) == pytest.approx(200.0)
     assert training_time(2, signal=20.0) == pytest.approx(MOST_LOGIT_NOISE * 20)
 
 

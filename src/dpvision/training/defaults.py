@@ -37,9 +37,9 @@ HEAD_POOL, FULL_RESOLUTION = 4, 10_000.0
 HEAD_CLIP, PRETRAINED_CLIP = 0.7, 0.5
 """Clip norm over √D: about the length of a gradient at the start, so that clipping does not hide unequal classes."""
 LOGIT_NOISE, NOISE_PER_FURTHER_CLASS, MOST_LOGIT_NOISE = 0.35, 0.0344, 0.9
-NOISE_OF_TWO_CLASSES, PRETRAINED_NOISE_OF_TWO_CLASSES = 0.066, 0.01
-"""Two classes: a fifth of what suits test images like the training images (0.35); see decision 0011 on shifts."""
-TIME_PER_CLASS, TIME_OF_TWO_CLASSES, PRETRAINED_TIME_PER_CLASS = 10.0, 40.0, 4.0
+NOISE_OF_TWO_CLASSES, PRETRAINED_NOISE_OF_TWO_CLASSES = 0.04, 0.01
+"""Two classes: a ninth of what suits test images like the training images (0.35); see decision 0011 on shifts."""
+TIME_PER_CLASS, TIME_OF_TWO_CLASSES, PRETRAINED_TIME_PER_CLASS = 10.0, 26.0, 4.0
 """Least rate times steps, in units of one clipped gradient on a row of length one: below, unequal classes decide."""
 RIDGE_AT, LEAST_RIDGE, MOST_RIDGE = 1000.0, 0.3, 10.0
 PUBLIC_TIME = 60.0
