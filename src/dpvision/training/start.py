@@ -172,11 +172,10 @@ def start_run(
     ``holdout`` keeps the held-out units of another run.
     """
     RunFolder.require_new(path)
-    asked = config
     keys = Keys.from_os_entropy() if seed is None else Keys.from_seed(seed)
     run_id = keys.derive("run")[:8].hex()
     prepared = prepare(config, holdout or holdout_keys(keys, run_id), data)
-    config, splits = prepared.config, prepared.splits
+    asked, config, splits = config, prepared.config, prepared.splits
     if prepared.forecast is not None and prepared.forecast.hopeless and not anyway:
         refuse_hopeless(prepared, path, keys, run_id)
 
