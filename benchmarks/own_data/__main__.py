@@ -1,4 +1,4 @@
-"""Entry point: ``python -m benchmarks.own_data fit|kept_out|pretrained|page``."""
+"""Entry point: ``python -m benchmarks.own_data fit|kept_out|pretrained|one_shot|page``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.own_data.page import write_page
 from benchmarks.own_data.sources import SOURCES
-from benchmarks.own_data.study import Cell, run_cells
+from benchmarks.own_data.study import Cell, run_cells, run_one_shot
 
 EPSILONS = (1.0, 3.0, 8.0)
 UNITS = {
@@ -47,9 +47,12 @@ def cells(part: str) -> Iterator[Cell]:
 def main() -> None:
     """Run what is not in the log yet, or write the page."""
     parser = argparse.ArgumentParser(description="How good the defaults for own images are.")
-    parser.add_argument("what", choices=("fit", "kept_out", "pretrained", "page"))
+    parser.add_argument("what", choices=("fit", "kept_out", "pretrained", "one_shot", "page"))
     parser.add_argument("--log", type=Path, default=LOG)
     parser.add_argument("--no-grid", action="store_true", help="the default run alone")
+    parser.add_argument(
+        "--again", nargs="*", metavar="DATASET", help="run the default of these again: the rules changed"
+    )
     parser.add_argument("--output", type=Path, default=Path("docs/evidence/defaults.md"))
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -57,7 +60,11 @@ def main() -> None:
         write_page(given.log, given.output)
         return
     given.log.parent.mkdir(parents=True, exist_ok=True)
-    run_cells(list(cells(given.what)), given.log, grid=not given.no_grid, baseline=not given.no_grid)
+    if given.what == "one_shot":
+        run_one_shot([*cells("kept_out"), *cells("fit")], given.log)
+        return
+    wanted = [cell for cell in cells(given.what) if given.again is None or cell.source in given.again]
+    run_cells(wanted, given.log, grid=not given.no_grid and given.again is None, again=given.again is not None)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from benchmarks.own_data.features import PRETRAINED, contrast_features, features
 from benchmarks.own_data.heads import Head, HeadData, delta_for, noise_for, simulate
+from benchmarks.own_data.one_shot import class_means, least_squares
 from benchmarks.own_data.sources import BY_NAME
 from dpvision.models.scattering import WhitenedPaths
 from dpvision.training import defaults
@@ -103,18 +104,13 @@ def measure(cell: Cell, *, grid: bool, baseline: bool) -> dict[str, Any]:
         axis=1,
     )[:, :, 0]
     majority = 100 * torch.bincount(whole.test_y).max().item() / len(whole.test_y)
-    row: dict[str, Any] = {
-        "key": cell.key,
-        "part": BY_NAME[cell.source].part,
-        "source": cell.source,
-        "num_units": cell.num_units,
-        "epsilon": cell.epsilon,
-        "pretrained": cell.pretrained,
+    row = facts(cell) | {
         "classes": whole.num_classes,
         "signal": defaults.full_signal(cell.num_units, epsilon=cell.epsilon, delta=delta_for(cell.num_units)),
         "majority": round(majority, 2),
-        "default": [round(float(value), 2) for value in curves[-1]],
-        "curve": [round(float(value), 2) for value in curves.mean(1)],
+        "default": rounded(curves[-1]),
+        "curve": rounded(curves.mean(1)),
+        "falls": rounded(curves.max(0) - curves[-1]),
         "test_rows": len(whole.test_y),
     }
     if grid:
@@ -122,6 +118,36 @@ def measure(cell: Cell, *, grid: bool, baseline: bool) -> dict[str, Any]:
     if baseline:
         row["baseline"] = round(regression(whole.first(cell.num_units, seed=SEEDS[0])), 2)
     return row | {"seconds": round(time.perf_counter() - started, 1)}
+
+
+def facts(cell: Cell) -> dict[str, Any]:
+    """The columns that say which cell a row is of."""
+    return {
+        "key": cell.key,
+        "part": BY_NAME[cell.source].part,
+        "source": cell.source,
+        "num_units": cell.num_units,
+        "epsilon": cell.epsilon,
+        "pretrained": cell.pretrained,
+    }
+
+
+def rounded(values: Iterable[float]) -> list[float]:
+    """Percentages to two digits."""
+    return [round(float(value), 2) for value in values]
+
+
+def measure_one_shot(cell: Cell) -> dict[str, Any]:
+    """Run both one-shot heads on the default's features, on the same draws of units as the default (n = 3)."""
+    whole = default_features(cell)
+    noise = 1 / defaults.gaussian_mu(cell.epsilon, delta_for(cell.num_units))
+    parts = [(whole.first(cell.num_units, seed=seed), seed) for seed in SEEDS]
+    return facts(cell) | {
+        "key": f"{cell.key} one_shot",
+        "of": cell.key,
+        "class_means": rounded(class_means(data, noise=noise, seed=seed) for data, seed in parts),
+        "least_squares": rounded(least_squares(data, noise=noise, seed=seed) for data, seed in parts),
+    }
 
 
 def best_of_grid(cell: Cell, whole: HeadData) -> dict[str, Any]:
@@ -139,7 +165,7 @@ def best_of_grid(cell: Cell, whole: HeadData) -> dict[str, Any]:
     head = dict(_grid_heads(data, cell))[(rate, clip)]
     again = [simulate(data.first(cell.num_units, seed=s), [head], seeds=[s])[-1][0][0] for s in FRESH]
     point = {"features": kind, "rate": rate, "clip": clip}
-    return {"grid_best": [round(float(value), 2) for value in again], "grid_point": point}
+    return {"grid_best": rounded(again), "grid_point": point}
 
 
 def _grid_heads(data: HeadData, cell: Cell) -> Iterator[tuple[tuple[float, float], Head]]:
@@ -167,13 +193,33 @@ def regression(data: HeadData) -> float:
     return 100 * float(model.score(data.test_x.numpy() / scale, data.test_y.numpy()))
 
 
-def run_cells(cells: Sequence[Cell], log: Path, *, grid: bool, baseline: bool) -> None:
-    """Run the cells that ``log`` does not have yet, and append a row for each."""
-    done = {json.loads(line)["key"] for line in log.read_text().splitlines()} if log.exists() else set()
+def run_cells(cells: Sequence[Cell], log: Path, *, grid: bool, again: bool = False) -> None:
+    """Run the cells that ``log`` does not have yet, or all of them ``again``, and append a row for each."""
+    done = set() if again else logged(log)
     for cell in cells:
         if cell.key in done:
             continue
-        row = measure(cell, grid=grid, baseline=baseline)
-        with log.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        row = measure(cell, grid=grid, baseline=grid)
+        append(log, row)
         print(cell.key, row["default"], row.get("grid_best"), row.get("baseline"), f"{row['seconds']} s", flush=True)
+
+
+def run_one_shot(cells: Sequence[Cell], log: Path) -> None:
+    """Run the one-shot heads of the cells that ``log`` has a default, but no one-shot head of."""
+    done = logged(log)
+    for cell in cells:
+        if cell.key in done and f"{cell.key} one_shot" not in done:
+            row = measure_one_shot(cell)
+            append(log, row)
+            print(row["key"], row["class_means"], row["least_squares"], flush=True)
+
+
+def logged(log: Path) -> set[str]:
+    """The keys of the rows in a log."""
+    return {json.loads(line)["key"] for line in log.read_text().splitlines()} if log.exists() else set()
+
+
+def append(log: Path, row: dict[str, Any]) -> None:
+    """Add a row to a log."""
+    with log.open("a") as file:
+        file.write(json.dumps(row) + "\n")

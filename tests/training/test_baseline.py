@@ -8,15 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from dpvision.config import RunConfig, parse_config
-from dpvision.errors import ArgumentError
+from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.privacy.randomness import Keys
 from dpvision.release.report import render, summary_lines
 from dpvision.release.run_facts import read_run
 from dpvision.release.verify import verify
 from dpvision.training import resume_training, train
-from dpvision.training.baseline import NEVER_PUBLISH, released_baseline, without_privacy
+from dpvision.training.baseline import NEVER_PUBLISH, released_baseline, tune_head, without_privacy
 from dpvision.training.prepare import prepare
 from frozen_runs import released_files
 from tiny_runs import StopAfter, synthetic_images, tiny_config, write_images
@@ -55,6 +57,49 @@ def test_a_run_without_privacy_has_settings_of_its_own(pictures: Path) -> None:
     assert config.optimizer.effective_weight_decay > 0
     assert config.privacy.steps is not None
     assert config.privacy.steps >= 300
+
+
+def noisy_rows(share_of_wrong_labels: float) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(200) % 2
+    rows = torch.randn(200, 100, generator=generator)
+    rows[:, 0] += 3.0 * (2 * labels - 1)
+    wrong = torch.rand(200, generator=generator) < share_of_wrong_labels
+    return rows, torch.where(wrong, 1 - labels, labels)
+
+
+def without_noise(**changes: Any) -> RunConfig:
+    privacy = {"enabled": False, "steps": 300, "expected_batch_size": 200.0, "num_units": 200}
+    return parse_config({"data": {"source": "a"}, "loss": "cross_entropy", "privacy": privacy} | changes)
+
+
+def test_a_head_without_privacy_is_trained_for_less_where_labels_are_noisy() -> None:
+    rates = []
+    for share in (0.0, 0.3):
+        tuned = tune_head(without_noise(), nn.Linear(100, 2), *noisy_rows(share))
+        assert tuned is not None
+        assert tuned[1].setting == "optimizer"
+        assert tuned[0].optimizer is not None
+        rates.append(tuned[0].optimizer.learning_rate)
+    assert rates[0] > 3 * rates[1]
+
+
+def test_only_a_linear_head_of_a_run_without_privacy_is_tuned_on_its_images() -> None:
+    rows, labels = noisy_rows(0.0)
+    network = nn.Sequential(nn.Linear(100, 5), nn.Linear(5, 2))
+    assert tune_head(without_noise(), network, rows, labels) is None
+    assert tune_head(without_noise(), nn.Linear(100, 2), rows[:5], labels[:5]) is None
+    private = without_noise(privacy={"target_epsilon": 3.0})
+    with pytest.raises(PrivacyError, match="without privacy"):
+        tune_head(private, nn.Linear(100, 2), rows, labels)
+
+
+def test_a_run_without_privacy_on_features_records_the_rate_that_it_chose(pictures: Path, tmp_path: Path) -> None:
+    result = train(left_open(pictures), run=tmp_path / "run")
+    kept = json.loads((tmp_path / "run" / "release" / "config.json").read_text())
+    assert (kept["optimizer"]["name"], kept["schedule"]["kind"]) == ("sgd", "constant")
+    assert result.outcome == "finished"
+    assert verify(tmp_path / "run").ok
 
 
 def test_settings_that_were_given_stay_without_privacy(pictures: Path) -> None:

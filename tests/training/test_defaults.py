@@ -135,6 +135,23 @@ def test_rate_times_steps_rises_with_the_signal_and_with_the_classes() -> None:
     assert ridges == sorted(ridges, reverse=True)
 
 
+def test_two_classes_are_trained_longer_than_their_frequencies_take_to_learn() -> None:
+    # Below 20 the more frequent class decided in the fit, above 40 a shift in new images did.
+    assert [training_time(2, signal=signal) for signal in (117.0, 289.0, 625.0)] == [26.0, 26.0, 26.0]
+    assert training_time(2, signal=5000.0) == pytest.approx(200.0)
+    assert training_time(2, signal=20.0) == pytest.approx(MOST_LOGIT_NOISE * 20)
+
+
+def test_logit_noise_of_three_and_more_classes_rises_evenly_up_to_its_limit() -> None:
+    assert [round(logit_noise(classes), 2) for classes in (3, 4, 6, 10, 20)] == [
+        0.38,
+        0.42,
+        0.49,
+        0.63,
+        MOST_LOGIT_NOISE,
+    ]
+
+
 def test_the_defaults_are_the_same_whatever_the_rows_are() -> None:
     # Facts hold no labels, pixels or class counts; with a declared number, not even the number of rows enters.
     one, other = (filled(asked(num_units=1000), facts(rows)) for rows in (999, 1001))

@@ -243,6 +243,11 @@ TRANSFER = (
             "if not images_are_declared_public(config) or not path.is_file():",
             "if not path.is_file():",
         ),
+        (
+            "a private run is tuned on its own images",
+            'if config.privacy.enabled:\n        raise PrivacyError("a rate',
+            'if False:\n        raise PrivacyError("a rate',
+        ),
     ),
     *mutations(
         "training/test_pretrained",

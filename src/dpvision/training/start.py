@@ -8,7 +8,8 @@ The order of ``start_run``, and what each part reads and charges:
 4. Create the folder and the ledger. The ledger's first line shows the number of units, so a noisy count is charged
    with it; what is public is declared next.
 5. Pixel constants: fixed or published, or released from the private images with noise. Charged before they are drawn.
-6. Features of a frozen backbone: computed from the private images, kept in private memory or files. No charge.
+6. Features of a frozen backbone: computed from the private images, kept in private memory or files. No charge. A run
+   without privacy chooses its learning rate on them.
 7. Bind the key again, now to the pixel constants and the features too; the training steps use this key.
 """
 
@@ -18,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpvision.config import RunConfig, required
+from dpvision.config import AveragingSettings, RunConfig, ScheduleSettings, required
 from dpvision.data import Normalisation, released_normalisation
 from dpvision.data.splits import RunSplits, constant_normalisation, holdout_keys
 from dpvision.errors import ArgumentError, PrivacyError
@@ -32,15 +33,18 @@ from dpvision.training.baseline import (
     NEVER_PUBLISH,
     images_are_declared_public,
     record_baseline,
+    tune_head,
     without_privacy,
 )
 from dpvision.training.callbacks import RunCallback
 from dpvision.training.declarations import note_declarations
+from dpvision.training.defaults import Choice
 from dpvision.training.initial_weights import draw_weights
 from dpvision.training.prepare import Prepared, count_charges, load_run_code, prepare, statistics_charges
 from dpvision.training.run_fingerprint import Binding, bound_keys, own_code_facts, run_binding
 from dpvision.training.stages import (
     SplitFeatures,
+    Stage,
     check_units_separate,
     choose_gradient_plans,
     loss_of,
@@ -126,9 +130,12 @@ def train_baseline(
     stored = session.folder.load_key()
     callback.message("training the baseline without privacy first …")
     told = callback.of_baseline()  # results without noise are not for every log
-    prepared = prepare(without_privacy(asked), holdout_keys(stored.keys, stored.run_id), data)
+    config = without_privacy(asked)
+    prepared = prepare(config, holdout_keys(stored.keys, stored.run_id), data)
     path, keys = session.folder.private / BASELINE, Keys.from_os_entropy()
-    other, prepared = write_first_state(prepared, path, keys=keys, device=session.device, callback=told, code=code)
+    other, prepared = write_first_state(
+        config, prepared, path, keys=keys, device=session.device, callback=told, code=code
+    )
     result = run_to_release(other, told, choices=prepared.choices)
     if result.outcome == "stopped":
         raise KeyboardInterrupt  # the user wants the whole command to end; the private run can be resumed
@@ -151,7 +158,8 @@ def start_run(
     RunFolder.require_new(path)
     keys = Keys.from_os_entropy() if seed is None else Keys.from_seed(seed)
     prepared = prepare(config, holdout_keys(keys, run_id_of(keys)), data)
-    return write_first_state(prepared, path, keys=keys, device=device, callback=callback or RunCallback(), code=code)
+    callback = callback or RunCallback()
+    return write_first_state(config, prepared, path, keys=keys, device=device, callback=callback, code=code)
 
 
 def run_id_of(keys: Keys) -> str:
@@ -160,9 +168,19 @@ def run_id_of(keys: Keys) -> str:
 
 
 def write_first_state(
-    prepared: Prepared, path: Path, *, keys: Keys, device: str, callback: RunCallback, code: RunCode
+    asked: RunConfig,
+    prepared: Prepared,
+    path: Path,
+    *,
+    keys: Keys,
+    device: str,
+    callback: RunCallback,
+    code: RunCode,
 ) -> tuple[Session, Prepared]:
-    """Check the model of a resolved configuration, then write the run's folder with its state before the first step."""
+    """Check the model of a resolved configuration, then write the run's folder with its state before the first step.
+
+    ``asked`` is the configuration as the user wrote it.
+    """
     run_id = run_id_of(keys)
     config, splits = prepared.config, prepared.splits
     if prepared.forecast is not None and prepared.forecast.hopeless and not config.privacy.anyway:
@@ -196,6 +214,13 @@ def write_first_state(
     folder.write_config(config.public().to_json())
 
     features = split_features(stages[0], config, splits, normalisation=normalisation, device=device, callback=callback)
+    tuned = tuned_head(asked, config, stages[0], features, splits)
+    if tuned is not None:
+        config, choice = tuned
+        folder.write_whole_config(config.to_json())
+        folder.write_config(config.public().to_json())
+        kept = tuple(each for each in prepared.choices if each.setting not in (choice.setting, "schedule"))
+        prepared = replace(prepared, config=config, choices=(*kept, choice))
     binding = with_features(run_binding(config, splits, run_id=run_id, device=device) | facts, features)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
     session = Session(
@@ -213,6 +238,20 @@ def write_first_state(
     )
     session.save_checkpoint()
     return session, prepared
+
+
+def tuned_head(
+    asked: RunConfig, config: RunConfig, stage: Stage, features: SplitFeatures | None, splits: RunSplits
+) -> tuple[RunConfig, Choice] | None:
+    """Tune a run without privacy that left its optimizer, schedule and averaging open, where it trains on features.
+
+    Guarantee: a private run is never tuned on its images.
+    """
+    open_settings = (None, ScheduleSettings(), AveragingSettings())
+    left_open = (asked.optimizer, asked.schedule, asked.averaging) == open_settings
+    if config.privacy.enabled or features is None or not left_open:
+        return None
+    return tune_head(config, stage.network, features.train.values_NWF[:, 0], splits.train.labels)
 
 
 def refuse_hopeless(prepared: Prepared, path: Path, keys: Keys, run_id: str) -> None:
