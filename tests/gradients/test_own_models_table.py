@@ -52,6 +52,10 @@ QUICK_HOSTILE = (
     "memory that is not filled", "written through an expanded view by a mask", "random slopes for negative entries",
     "first labels kept in an object", "first rows kept, if they are not synthetic",
     "changed later: a backward hook on all modules", "in-place sum of neighbours", "model writes into its inputs",
+    "one mask for all rows", "depth that is stochastic for all rows at once", "written through a hidden expansion",
+    "calls counted through a hidden view: einsum", "calls counted through a hidden view: type_as",
+    "calls counted through a hidden view: dropout that is off",
+    "running statistics of a constant, kept outside of the model",
 )  # fmt: skip
 
 
