@@ -294,8 +294,6 @@ def follow(call: Call) -> State:
         raise MixesRows("is not an operation that can be followed")
     if operation_name(target) not in _SIZED and any(map(is_symbolic, call.node.all_input_nodes)):
         raise MixesRows("computes with the number of rows")
-    if isinstance(call["generator"], torch.Generator):
-        raise MixesRows("draws random numbers from a generator of its own, which no step seeds; use torch's own")
     state = found(call)
     call.axis.check(state, call.value)
     if draws_random(call.node) and FREE in (state if isinstance(state, tuple) else (state,)):

@@ -437,6 +437,11 @@ class _Builder:
                 self._rows = self._graph.call_function(_size, (self._made[node],))
             return
         value = self._constants[target] if target in self._constants else _attribute(self._step, target)
+        if isinstance(value, torch.Generator):
+            raise PrivacyError(
+                "the model or the loss draws from a generator of its own, which keeps its state from one call to the "
+                "next. Draw from torch's own: leave generator= out."
+            )
         if isinstance(value, nn.Parameter) and value.requires_grad:
             if not value.is_floating_point():
                 raise PrivacyError(f"{target.removeprefix('model.')} is complex, which has no rule. Use real numbers.")
