@@ -158,7 +158,7 @@ class TorchOptimizer:
 
     def _state_now(self) -> dict[tuple[int, str], object]:
         """Which tensors the update rule keeps, and how often each was written; its numbers as they are."""
-        held = {parameter: place for place, parameter in enumerate(self._held())}
+        held: dict[Tensor, int] = {parameter: place for place, parameter in enumerate(self._held())}
         return {
             (held.get(parameter, -1), str(name)): (id(value), value._version)
             if isinstance(value, Tensor)
