@@ -298,8 +298,8 @@ SEPARABILITY = (
         ("proof: hooks on all modules run in a step", "    refuse(outside_code())\n", ""),
         (
             "proof: modes run between the operations of a step",
-            "            with no_outside_code():\n                found",
-            "            if True:\n                found",
+            "            with no_outside_code(), _unwritten(plan, arranged):\n",
+            "            with _unwritten(plan, arranged):\n",
         ),
     ),
     *mutations(
