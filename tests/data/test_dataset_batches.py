@@ -199,6 +199,47 @@ def test_counts_are_checked(options: dict[str, int]) -> None:
         draws(**options)
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("owners", "saying"),
+    [
+        ([None, *range(39)], "got None, NaN or an empty text"),
+        ([NAN, *range(39)], "got None, NaN or an empty text"),
+        ([np.float64(NAN), *range(39)], "got None, NaN or an empty text"),
+        (["", *map(str, range(39))], "got None, NaN or an empty text"),
+        ([0.5] * 40, "got a float"),
+        ([object() for _ in range(40)], "got a object"),
+        ([1, "1"] * 20, "all whole numbers or all texts"),
+        (np.zeros((40, 2)), "one entry for each row"),
+        ("p" * 40, "a list or an array"),
+        (set(range(40)), "a list or an array"),
+        (dict.fromkeys(range(40)), "a list or an array"),
+        ((row for row in range(40)), "a list or an array"),
+        ([1] * 39, "each of 40 rows"),
+    ],
+)
+def test_owners_of_which_it_is_not_certain_who_they_are_are_refused(owners: Any, saying: str) -> None:
+    with pytest.raises(ArgumentError, match=saying):
+        draws(units=owners)
+
+
+@pytest.mark.parametrize(
+    "owners",
+    [
+        [1, 1.0] * 20,
+        [True, 1] * 20,
+        [np.int64(3), np.float64(3)] * 20,
+        [torch.tensor(2), torch.tensor(2.0)] * 20,
+        ["a", np.str_("a")] * 20,
+        [b"a", "a"] * 20,
+    ],
+)
+def test_an_owner_is_the_same_however_its_number_or_text_is_stored(owners: Any) -> None:
+    assert draws(units=owners).num_units == 1
+
+
 def test_units_are_counted_as_they_are_drawn() -> None:
     assert count_of_units((X, Y), None) == 40
     assert count_of_units(Rows(), torch.arange(40) // 4) == 10

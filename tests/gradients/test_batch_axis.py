@@ -334,6 +334,33 @@ refuse(
     slice=lambda g: torch.empty(g.n, 3)[:, 1:],
     broadcast_tensors=lambda g: torch.broadcast_tensors(g.outer.clone(), g.inner.clone()),
     rrelu=lambda g: F.rrelu(g.first, training=True),
+    t=lambda g: g.x.clone().t_(),
+    unsqueeze=lambda g: g.x.clone().unsqueeze_(0),
+)
+# One draw for all rows: a unit's numbers would depend on which others are in its micro-batch.
+refuse(
+    rand=lambda g: g.x * torch.rand(48),
+    randn=lambda g: g.x * torch.randn(1, 48),
+    randint__n2=lambda g: g.x * torch.randint(0, 9, (48,)),
+    randperm__n2=lambda g: g.x[:, torch.randperm(48)],
+    rand_like=lambda g: g.x * torch.rand_like(torch.ones(48)),
+    dropout=lambda g: g.x * F.dropout(torch.ones(48), 0.5),
+    bernoulli=lambda g: g.x * torch.empty(1, 1).bernoulli_(0.5),
+    uniform=lambda g: g.x * torch.zeros(48).uniform_(),
+    scaled_dot_product_attention__n2=lambda g: (
+        g.x * F.scaled_dot_product_attention(*[torch.ones(1, 1, 48)] * 3, dropout_p=0.5)[0]
+    ),
+)
+accept(
+    dropout_off=lambda g: g.x * F.dropout(torch.ones(48), 0.5, training=False),
+    dropout_of_nothing=lambda g: g.x * F.dropout(torch.ones(48), 0.0),
+)
+# Statistics over a batch are kept by operations whose schema does not say that they write.
+refuse(
+    batch_norm__n9=lambda g: g.x * F.batch_norm(torch.ones(2, 48), torch.zeros(48), torch.ones(48), training=True)[0],
+    instance_norm__n9=lambda g: (
+        g.x * F.instance_norm(torch.ones(1, 3, 48), torch.zeros(3), torch.ones(3), use_input_stats=True)[0, 0]
+    ),
 )
 
 # New tensors
@@ -354,9 +381,7 @@ accept(
     tril_indices=lambda g: g.x + torch.tril_indices(3, 3).sum(),
     triu_indices=lambda g: g.x + torch.triu_indices(3, 3).sum(),
     hann_window=lambda g: g.x * torch.hann_window(48),
-    normal_functional=lambda g: g.x * aten.normal_functional.default(torch.zeros(48), 2.0, 0.0),
 )
-draw(randperm=lambda g: g.x + torch.randperm(48))
 refuse(
     full=lambda g: torch.full((3,), g.n),
     full__n2=lambda g: torch.full((g.n,), g.n),
@@ -1049,8 +1074,8 @@ def _drawn(found: Followed) -> set[fx.Node]:
 
 
 NEVER_ON_ROWS = {
-    "linspace", "logspace", "eye", "randperm", "tril_indices", "triu_indices", "hann_window", "normal_functional",
-    "scalar_tensor", "arange", "empty", "new_empty", "empty_like",
+    "linspace", "logspace", "eye", "tril_indices", "triu_indices", "hann_window", "scalar_tensor",
+    "arange", "empty", "new_empty", "empty_like",
 }  # fmt: skip
 MOVES = {
     "permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "squeeze", "unsqueeze", "flatten",

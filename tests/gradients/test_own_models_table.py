@@ -53,6 +53,10 @@ QUICK_HOSTILE = (
     "first labels kept in an object", "first rows kept, if they are not synthetic",
     "changed later: a global", "changed later: the environment", "branch that hides an error",
     "changed later: a backward hook on all modules", "in-place sum of neighbours", "model writes into its inputs",
+    "one mask for all rows", "depth that is stochastic for all rows at once", "written through a hidden expansion",
+    "calls counted through a hidden view: einsum", "calls counted through a hidden view: type_as",
+    "calls counted through a hidden view: dropout that is off",
+    "running statistics of a constant, kept outside of the model",
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from dpvision.config import Performance
 from dpvision.errors import PrivacyError
 from dpvision.gradients import clipped_sum as summing
 from dpvision.gradients import plan as planning
+from dpvision.gradients import proved_graph as proving
 from dpvision.gradients.clipped_sum import Rows, clipped_sum, clipped_sum_of_batch
 from dpvision.gradients.ownership import OwnershipOverrides
 from dpvision.gradients.plan import check_faithful, plan_for
@@ -381,6 +382,86 @@ def test_rows_may_not_write_into_memory_that_they_share() -> None:
         return x + shared
 
     assert "writes rows into memory that they share" in refusal(write)
+
+
+KEPT = torch.zeros(WIDTH)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda kept: torch.einsum("i->i", kept),
+        lambda kept: kept.type_as(kept),
+        lambda kept: F.dropout(kept, 0.5, training=False),
+        lambda kept: torch.broadcast_tensors(torch.zeros(1), kept)[1],
+        lambda kept: torch.unsafe_chunk(kept, 1)[0],
+    ],
+    ids=["einsum", "type_as", "dropout", "broadcast_tensors", "unsafe_chunk"],
+)
+def test_a_view_that_does_not_say_so_may_not_be_written(view: Callable[[Tensor], Tensor]) -> None:
+    def write(x: Tensor) -> Tensor:
+        hidden = view(KEPT)
+        read_later = hidden.view(-1)
+        hidden.add_(1)
+        return x + KEPT + read_later
+
+    assert "writes into lifted_tensor_" in refusal(write)
+
+
+def test_a_graph_that_writes_into_what_it_keeps_is_refused_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proving._Builder, "_refuse_writes", lambda *_: None)
+
+    def write(x: Tensor) -> Tensor:
+        KEPT.view(-1).add_(1)
+        return x * torch.where(KEPT[0] > 1e6, 5.0, 1.0)
+
+    batch = rows(8)
+    with pytest.raises(PrivacyError, match="into a tensor that it keeps"):
+        clipped_sum(Between(write), cross_entropy, batch.inputs, batch.targets, clip_norm=1.0)
+
+
+def test_dropout_may_be_followed_by_an_operation_in_place() -> None:
+    prove(Between(lambda x: F.relu_(F.dropout(x, 0.5))), cross_entropy, rows())
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: x * (torch.rand(1, WIDTH) < 0.5),
+        lambda x: x + torch.empty(1, 1).bernoulli_(0.5) * x.tanh(),
+        lambda x: x * F.dropout(torch.ones(WIDTH), 0.5),
+    ],
+    ids=["mask", "stochastic depth of the batch", "dropout of a constant"],
+)
+def test_random_numbers_that_rows_share_are_refused(between: Callable[[Tensor], Tensor]) -> None:
+    assert "draws random numbers that rows share; draw them for each row" in refusal(between)
+
+
+@pytest.mark.parametrize(
+    ("between", "words"),
+    [
+        (lambda x: x + torch.randn(WIDTH, generator=torch.Generator().manual_seed(1)), "a generator of its own"),
+        (lambda x: (torch._foreach_add_([KEPT], 1.0), x)[1], "writes into its argument self"),
+        (lambda x: x * F.batch_norm(torch.ones(2, WIDTH), KEPT, torch.ones(WIDTH), training=True)[0], "statistics"),
+    ],
+    ids=["generator", "several at once", "running statistics of constants"],
+)
+def test_state_outside_of_the_rows_is_refused_by_name(between: Callable[[Tensor], Tensor], words: str) -> None:
+    assert words in refusal(between)
+
+
+def test_autocast_inside_of_a_model_is_refused_with_its_remedy() -> None:
+    def half(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (x @ torch.eye(WIDTH)).float()
+
+    assert re.search(r"computes in another precision.*Remove autocast\.$", refusal(half))
+
+
+def test_a_lazy_model_is_refused_until_it_has_shapes() -> None:
+    batch = rows(8)
+    with pytest.raises(PrivacyError, match=r"has no shape yet\. Call the model once"):
+        clipped_sum(nn.LazyLinear(CLASSES), cross_entropy, batch.inputs, batch.targets, clip_norm=1.0)
 
 
 @pytest.mark.parametrize("register", [register_module_forward_hook, register_module_full_backward_hook])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +132,15 @@ def test_a_step_is_charged_first_and_released_once(tmp_path: Path) -> None:
         privatizer.release(zeros(), step=0)
     with pytest.raises(PrivacyError, match="charged before"):
         privatizer.charge(POISSON, step=0)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_no_copy_of_a_privatizer_can_release_a_step_again(tmp_path: Path, copied: Any) -> None:
+    privatizer = Privatizer(MECHANISM, Ledger.create(tmp_path / "ledger.jsonl", HEADER))
+    privatizer.charge(POISSON, step=0)
+    with pytest.raises(PrivacyError, match="copied or pickled"):
+        copied(privatizer)
+    privatizer.release(zeros(), step=0)
 
 
 def test_another_privatizer_of_the_same_keys_cannot_release_the_step_again(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hostile_table import BRANCH, COIN, WATCHED, Mix, Sandwich, conv_own, hostile, linear_own, mixes
+from hostile_table import BRANCH, COIN, SHARED_DRAW, WATCHED, Mix, Sandwich, conv_own, hostile, linear_own, mixes
 from model_cases import SIDE, Own, cross_entropy, images
 
 # ------------------------------------------------------------------------------------------------- branches on all rows
@@ -215,9 +215,15 @@ mixes(
     lambda x: x * torch.bernoulli(x.mean(0).sigmoid()),
     random=True,
 )
+mixes("one mask for all rows", SHARED_DRAW, lambda x: x * (torch.rand(1, 6) < 0.5), random=True, refused=True)
 mixes(
-    "one mask for all rows", "honest: the same mask for every row", lambda x: x * (torch.rand(1, 6) < 0.5), random=True
+    "depth that is stochastic for all rows at once",
+    SHARED_DRAW,
+    lambda x: x + 10 * torch.empty(1, 1).bernoulli_(0.5) * torch.tanh(x),
+    random=True,
+    refused=True,
 )
+mixes("columns in a random order", SHARED_DRAW, lambda x: x[:, torch.randperm(6)], random=True, refused=True)
 mixes("seeded by the data", "the next draw tells what the data was", _seeded, random=True)
 
 _RNG, _NUMPY_RNG = random.Random(0), np.random.default_rng(0)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hostile_table import INPLACE, PLACE, SEQUENCE, WIDTH, Mix, mixes
+from hostile_table import INPLACE, PLACE, SEQUENCE, WIDTH, Mix, Sandwich, hostile, linear_own, mixes
+from model_cases import Own
 
 UNSET = "memory that is not filled may hold rows of an earlier batch"
 NOT_NUMBERS = "made from row numbers, and no row numbers any more: every row takes another's entries"
@@ -106,3 +107,59 @@ mixes(
     lambda x: F.rrelu(x, 0.1, 0.9, training=True),
     random=True,
 )
+
+# ------------------------------------------------------------------ views of memory, by operations that do not say so
+
+HIDDEN = "written through a view whose operation does not say that it is one, into what outlives the call"
+_KEPT = torch.zeros(WIDTH)
+_LATE = 60
+"""Calls after which the counter shows."""
+
+
+def _counting(view: Callable[[Tensor], Tensor]) -> Mix:
+    """Count the calls in a tensor outside of the model: how many there were depends on the number of rows."""
+
+    def mix(x: Tensor) -> Tensor:
+        hidden = view(_KEPT)
+        read_later = hidden.view(-1)
+        hidden.add_(1)
+        return x * torch.where(_KEPT[0] > _LATE, 5.0, 1.0) + 0 * read_later[0]
+
+    return mix
+
+
+_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "einsum": lambda kept: torch.einsum("i->i", kept),
+    "type_as": lambda kept: kept.type_as(kept),
+    "dropout that is off": lambda kept: F.dropout(kept, 0.5, training=False),
+    "broadcast_tensors": lambda kept: torch.broadcast_tensors(torch.zeros(1), kept)[1],
+    "unsafe_chunk": lambda kept: torch.unsafe_chunk(kept, 1)[0],
+}
+for _name, _view in _VIEWS.items():
+
+    @hostile(f"calls counted through a hidden view: {_name}", HIDDEN, refused=True)
+    def counted(view: Callable[[Tensor], Tensor] = _view) -> Own:
+        _KEPT.zero_()
+        return linear_own(Sandwich(_counting(view)))
+
+
+def _hidden_expansion(x: Tensor) -> Tensor:
+    shared = torch.zeros(1, WIDTH)
+    spread, _ = torch.broadcast_tensors(shared, x)
+    read_later = spread.view_as(spread)
+    spread.masked_fill_(x.detach() > 0.5, 1.0)
+    return x + shared + 0 * read_later
+
+
+mixes("written through a hidden expansion", INPLACE, _hidden_expansion)
+
+
+def _kept_statistics(x: Tensor) -> Tensor:
+    batch = torch.arange(2.0 * WIDTH).view(2, WIDTH)
+    return x * (F.batch_norm(batch, _KEPT, torch.ones(WIDTH), training=True)[0] + torch.where(_KEPT > 1e6, 5.0, 1.0))
+
+
+@hostile("running statistics of a constant, kept outside of the model", HIDDEN, refused=True)
+def kept_statistics() -> Own:
+    _KEPT.zero_()
+    return linear_own(Sandwich(_kept_statistics))

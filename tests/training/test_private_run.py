@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import os
+import pickle
 import signal
 import sys
+import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -212,6 +215,71 @@ def test_a_changed_model_is_neither_trained_nor_released(tmp_path: Path, change:
     with pytest.raises(PrivacyError, match=r"changed|moved by other means"):
         run.release()
     assert charges(tmp_path / "run") == 1
+
+
+def test_a_state_of_the_optimizer_that_was_written_outside_is_refused(tmp_path: Path) -> None:
+    run, model, optimizer = start(tmp_path / "run", rule=torch.optim.Adam)
+    batches = run.batches((X, Y))
+    run.step(next(batches), losses)
+    run.step(next(batches), losses)
+    optimizer.state[model.weight]["exp_avg"].add_(1.0)
+    for use in (lambda: run.step(next(batches), losses), run.release, run.state_dict):
+        with pytest.raises(PrivacyError, match=r"optimizer's state was changed .* exp_avg"):
+            use()
+    assert charges(tmp_path / "run") == 2
+
+
+def test_a_run_can_not_be_copied_or_pickled(tmp_path: Path) -> None:
+    run, *_ = start(tmp_path / "run")
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(PrivacyError, match="copied or pickled"):
+            copied(run)
+    finish(run)
+
+
+def test_threads_take_their_steps_one_after_the_other(tmp_path: Path) -> None:
+    run, *_ = start(tmp_path / "run")
+    batch, refusals = next(run.batches((X, Y))), list[str]()
+
+    def step() -> None:
+        try:
+            run.step(batch, losses)
+        except PrivacyError as error:
+            refusals.append(str(error))
+
+    threads = [threading.Thread(target=step) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (run.steps_taken, charges(tmp_path / "run")) == (1, 1)
+    assert [("each is taken once" in refusal) for refusal in refusals] == [True, True]
+    finish(run)
+
+
+def test_a_step_inside_of_a_step_is_refused_and_charges_nothing(tmp_path: Path) -> None:
+    run, *_ = start(tmp_path / "run")
+    batch = next(run.batches((X, Y)))
+
+    def again(outputs: Tensor, targets: Tensor) -> Tensor:
+        run.step(batch, losses)
+        return losses(outputs, targets)
+
+    with pytest.raises(PrivacyError, match="inside of another"):
+        run.step(batch, again)
+    assert charges(tmp_path / "run") == 0
+    run.step(batch, losses)
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [lambda o, t: losses(o, t).detach(), lambda o, t: torch.zeros(len(o)), lambda o, t: t],
+)
+def test_losses_without_a_real_gradient_are_refused_before_the_charge(tmp_path: Path, idle: Any) -> None:
+    run, *_ = start(tmp_path / "run")
+    with pytest.raises(ArgumentError, match="noise alone"):
+        run.step(next(run.batches((X, Y))), idle)
+    assert charges(tmp_path / "run") == 0
 
 
 class SharpnessAware(torch.optim.SGD):

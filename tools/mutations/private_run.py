@@ -14,6 +14,8 @@ PRIVATE_RUN = (
             "        if False:\n            raise",
         ),
         ("a batch of another run passes", "or not batch.comes_from(self._state.draws)", ""),
+        ("own loop: threads step at once", "    @_alone()\n", ""),
+        ("own loop: a step may call a step", "    if threading.get_ident() in _stepping:", "    if False:"),
         ("batches may be passed over", "            if self.steps_taken == step:", "            if False:"),
         (
             "own loop: a resumed run repeats its noise",
@@ -72,11 +74,22 @@ PRIVATE_RUN = (
             "        if False:",
         ),
         ("own loop: a changed model passes", "        if changed:", "        if False:"),
+        ("own loop: a written state of the optimizer passes", "        if written:", "        if False:"),
         (
             "own loop: optimizers take a second gradient",
             '    if hasattr(rule, "first_step") and hasattr(rule, "second_step"):',
             "    if False:",
         ),
+    ),
+    *mutations(
+        "privacy/test_private_step",
+        "privacy/private_step.py",
+        ("own loop: a copy repeats the noise", "    def __reduce__(self)", "    def reduced(self)"),
+    ),
+    *mutations(
+        "training/test_private_run",
+        "gradients/plan.py",
+        ("own loop: a step may pay for noise alone", "    _require_gradients(network, rows)\n", ""),
     ),
     *mutations(
         "data/test_dataset_batches",
@@ -98,6 +111,17 @@ PRIVATE_RUN = (
             "            if False:",
         ),
         ("own rows: reading moves the loop's generators", "        torch.set_rng_state(states[0])\n", ""),
+        (
+            "own rows: one owner may have two names",
+            "    if len({type(name) for name in names}) > 1:",
+            "    if False:",
+        ),
+        ("own rows: a missing owner is an owner", "    if isinstance(value, int):\n", "    if True:\n"),
+        (
+            "own rows: whole numbers with a point are other owners",
+            "        value = int(value)  # as",
+            "        pass  # as",
+        ),
         ("own rows: collate may make more rows", "        if number_of_rows(tree) != 1:", "        if False:"),
     ),
 )

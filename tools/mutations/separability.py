@@ -110,7 +110,7 @@ SEPARABILITY = (
         ),
         (
             "proof: memory that grows holds nothing",
-            ' and "empty" not in name and "resize" not in name and name not in ("set", "as_strided")',
+            ' and not stateful and name not in ("set", "as_strided")',
             "",
         ),
         (
@@ -159,7 +159,7 @@ SEPARABILITY = (
             "    return elementwise if torch.Tag.pointwise in target.tags else None\n",
             "    return elementwise\n",
         ),
-        ("proof: rows may be permuted", '        raise MixesRows("numbers or permutes the rows")\n', "        pass\n"),
+        ("proof: rows may be permuted", '        raise MixesRows("numbers the rows")\n', "        pass\n"),
     ),
     *mutations(
         "gradients/test_proved_graph",
@@ -178,6 +178,21 @@ SEPARABILITY = (
             "proof: rows may write into memory that they share",
             "            if isinstance(self._states[node], Rows) and self._states[root] == FREE:\n",
             "            if False:\n",
+        ),
+        (
+            "proof: a view that does not say so may be written",
+            "        return self._memory.setdefault(value.untyped_storage()._cdata, node)\n",
+            "        return node\n",
+        ),
+        (
+            "proof: an argument that is returned as it is may be written",
+            "        if operation_name(node.target) in _MAY_RETURN_ITS_ARGUMENT and not draws_random(node):\n",
+            "        if False:\n",
+        ),
+        (
+            "proof: dropout in front of an in-place operation is taken for a view",
+            " in _MAY_RETURN_ITS_ARGUMENT and not draws_random(node):\n",
+            " in _MAY_RETURN_ITS_ARGUMENT:\n",
         ),
         (
             "proof: losses need not have a row",
@@ -207,6 +222,16 @@ SEPARABILITY = (
             "proof: any operation of weights will do",
             "    return is_aten and ",
             "    return ",
+        ),
+        (
+            "proof: rows may share random numbers",
+            "    if draws_random(call.node) and FREE in ",
+            "    if False and FREE in ",
+        ),
+        (
+            "proof: a batch of constants may keep statistics",
+            '"empty", "resize", "batch_norm", "instance_norm")',
+            '"empty", "resize")',
         ),
     ),
     *mutations(
@@ -270,11 +295,16 @@ SEPARABILITY = (
     *mutations(
         "gradients/test_proved_graph",
         "gradients/clipped_sum.py",
+        (
+            "proof: a step may write into what its graph keeps",
+            "    if before != [tensor._version for tensor in watched]:\n",
+            "    if False:\n",
+        ),
         ("proof: hooks on all modules run in a step", "    refuse(outside_code())\n", ""),
         (
             "proof: modes run between the operations of a step",
-            "            with no_outside_code():\n                found",
-            "            if True:\n                found",
+            "            with no_outside_code(), _unwritten(plan, arranged):\n",
+            "            with _unwritten(plan, arranged):\n",
         ),
     ),
     *mutations(

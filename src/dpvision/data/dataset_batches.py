@@ -10,7 +10,7 @@ A unit gives R·K neighbouring rows to a micro-batch: all views of its first row
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -208,9 +208,38 @@ def _owners(count: int, units: Sequence[object] | None) -> NDArray[np.int64]:
     """Number the owner of each row."""
     if units is None:
         return np.arange(count)
+    if isinstance(units, (str, bytes, Mapping, Set)) or not (hasattr(units, "__len__") and hasattr(units, "__iter__")):
+        raise ArgumentError(f"units must be a list or an array with the owner of each row, got {type(units).__name__}.")
     if len(units) != count:
         raise ArgumentError(f"units must name the owner of each of {count} rows, got {len(units)}.")
-    return dense_units([str(unit.item() if isinstance(unit, Tensor) else unit) for unit in units]).numpy()
+    names = [_owner(unit) for unit in units]
+    if len({type(name) for name in names}) > 1:
+        raise ArgumentError(
+            "units must be all whole numbers or all texts, so that it is certain which rows have the same owner. "
+            "Convert them."
+        )
+    return dense_units(names).numpy()
+
+
+def _owner(unit: Any) -> int | str:
+    """Return the name of an owner: two rows have the same one if and only if they are meant to."""
+    value: Any = unit.item() if isinstance(unit, (Tensor, np.ndarray, np.generic)) and unit.shape == () else unit
+    if isinstance(value, (Tensor, np.ndarray)):
+        raise ArgumentError(f"units must have one entry for each row, got entries of shape {tuple(value.shape)}.")
+    if isinstance(value, bytes):
+        value = value.decode(errors="surrogateescape")
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # as tables with gaps hold them
+    if isinstance(value, str) and value:
+        return str(value)
+    if isinstance(value, int):
+        return int(value)
+    missing = value is None or value == "" or value != value
+    kind = "None, NaN or an empty text" if missing else f"a {type(value).__name__}"
+    raise ArgumentError(
+        f"units must be whole numbers or texts, got {kind}: it must be certain which rows have the same owner. "
+        "Name the owner of every row, or leave rows without one out."
+    )
 
 
 @final

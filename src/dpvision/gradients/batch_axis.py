@@ -263,6 +263,15 @@ def written(target: Any) -> list[str]:
     return [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
+def draws_random(node: fx.Node) -> bool:
+    """Return whether an operation draws random numbers: not a dropout that is switched off."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    named = arguments_of(node)
+    off = any(named.get(name) is False for name in ("train", "training"))
+    return not off and all(named.get(name) != 0 for name in ("p", "dropout", "dropout_p"))
+
+
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """Return all arguments of a node by their names in the schema, defaults included."""
     target: Any = node.target
@@ -287,8 +296,14 @@ def follow(call: Call) -> State:
         raise MixesRows("computes with the number of rows")
     state = found(call)
     call.axis.check(state, call.value)
+    if draws_random(call.node) and FREE in (state if isinstance(state, tuple) else (state,)):
+        # Removing a unit moves others to another micro-batch, and so to other numbers: the sum would move by more than
+        # one clip norm. Numbers of single rows have no such partner.
+        raise MixesRows(
+            "draws random numbers that rows share; draw them for each row, as torch.rand(x.shape[0], 1) does"
+        )
     for name in written(target):
-        if name != "self":
+        if name != "self" or not isinstance(call[name], fx.Node):
             raise MixesRows(f"writes into its argument {name}")
         before = call.states[call[name]]
         if isinstance(before, Unset):
@@ -334,10 +349,14 @@ _SIZED: Final = frozenset(
 
 
 def _is_computed(target: Any) -> bool:
-    """Return whether an operation is ATen's, and no entry of its result is memory that held something else before."""
+    """Return whether an operation is ATen's, has no state, and its result holds nothing that was there before.
+
+    Norms over a batch write running statistics that their schema does not mention.
+    """
     name = operation_name(target)
     is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
-    return is_aten and "empty" not in name and "resize" not in name and name not in ("set", "as_strided")
+    stateful = any(part in name for part in ("empty", "resize", "batch_norm", "instance_norm"))
+    return is_aten and not stateful and name not in ("set", "as_strided")
 
 
 def _without_rows(call: Call) -> State:
@@ -493,11 +512,11 @@ def row_numbers(call: Call) -> State:
     return RowNumbers()
 
 
-@rule("linspace logspace eye randperm tril_indices triu_indices hann_window normal_functional")
+@rule("linspace logspace eye tril_indices triu_indices hann_window")
 def not_by_rows(call: Call) -> State:
     """Follow a new tensor whose entries depend on its size."""
     if call.axis.place(call.shape) is not None:
-        raise MixesRows("numbers or permutes the rows")
+        raise MixesRows("numbers the rows")
     call.numbers_only(*call.arguments)
     return FREE
 

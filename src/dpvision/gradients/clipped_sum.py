@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.config import Performance
-from dpvision.errors import Problems
+from dpvision.errors import PrivacyError, Problems
 from dpvision.gradients.fast import NarrowLinear, weight_cache
 from dpvision.gradients.layer_gradient import Finish, LayerGradient
 from dpvision.gradients.ownership import parameter_owners, trainable_parameters
@@ -207,7 +207,7 @@ def _each_microbatch(
     with weight_cache(network):
         for index, microbatch in enumerate(batch.microbatches(units)):
             arranged = plan.arranged(microbatch)
-            with no_outside_code():
+            with no_outside_code(), _unwritten(plan, arranged):
                 found = unit_gradients(network, plan.loss(loss_fn), arranged, owners, plan.axes_by_module)
             if index == 0 and _is_large(model):
                 give_back_freed_memory()  # the sums come next, and do not fit where activations were
@@ -262,6 +262,20 @@ def _unmoved(model: nn.Module) -> Iterator[None]:
         yield
         moved = [name for name, tensor in model_state(model) if before.get(name) != (id(tensor), tensor._version)]
     refuse(moving_state(model, moved))
+
+
+@contextmanager
+def _unwritten(plan: Plan, microbatch: Microbatch) -> Iterator[None]:
+    """Raise if a proved graph wrote into its constants or inputs: a second look at what the proof refuses."""
+    constants = [] if plan.proof is None else [*plan.proof.network.buffers(), *row_tensors(microbatch.inputs)]
+    watched = [tensor for tensor in constants if not tensor.is_inference()]
+    before = [tensor._version for tensor in watched]
+    yield
+    if before != [tensor._version for tensor in watched]:
+        raise PrivacyError(
+            "the model or the loss writes into its inputs or into a tensor that it keeps, which the next rows would "
+            "see. Make a new tensor instead of writing in place."
+        )
 
 
 @final

@@ -240,6 +240,7 @@ def _make_proved_plan(
         proof = prove(model, loss_fn, microbatch)
     network, rows = proof.network, proof.microbatch(batch)
     check_faithful(model, loss_fn, proof, batch)
+    _require_gradients(network, rows)
     random = trial.draws_random
     if random:
         code = Reference(model, loss_fn, batch)
@@ -275,6 +276,17 @@ def check_faithful(model: nn.Module, loss_fn: LossFunction, proof: ProvedGraph, 
             "the model or the loss gives other results when it is called again, or for other numbers of rows: it keeps "
             "state, draws random numbers outside of torch, or lets units mix. Make the result a function of row and "
             "weights."
+        )
+
+
+def _require_gradients(network: nn.Module, rows: Microbatch) -> None:
+    """Refuse losses that no parameter has an influence on: a step would pay for noise alone."""
+    with torch.enable_grad(), repeatable_randomness(rows.device):
+        losses = row_losses(network, losses_as_they_are, rows)
+    if not losses.is_floating_point() or not losses.requires_grad:
+        raise ArgumentError(
+            f"the losses ({losses.dtype}) have no gradient of real numbers, so every step would pay for noise alone. "
+            "Look for detach(), torch.no_grad() and whole numbers in the model and the loss, and remove them."
         )
 
 

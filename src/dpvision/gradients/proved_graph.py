@@ -46,6 +46,7 @@ from dpvision.gradients.batch_axis import (
     State,
     Unset,
     arguments_of,
+    draws_random,
     follow,
     follow_getitem,
     is_symbolic,
@@ -399,6 +400,10 @@ def rows_back(x: Tensor, dim: int) -> Tensor:
 
 
 _PLAIN: Final = re.compile(r"\W+")
+_MAY_RETURN_ITS_ARGUMENT: Final = frozenset(
+    {"type_as", "dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
+)
+"""Operations that return what they were given where there is nothing to do, which neither schema nor trace shows."""
 
 
 @final
@@ -415,6 +420,7 @@ class _Builder:
         self._specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
         self._states: dict[fx.Node, State] = {}
         self._roots: dict[fx.Node, fx.Node] = {}
+        self._memory: dict[int, fx.Node] = {}
         self._parameters: dict[fx.Node, nn.Parameter] = {}
         self._deferred: set[fx.Node] = set()
         self._made: dict[fx.Node, Any] = {}
@@ -457,7 +463,7 @@ class _Builder:
     def _placeholder(self, node: fx.Node) -> None:
         spec, target = self._spec(node)
         self._states[node] = FREE
-        self._roots[node] = node
+        self._roots[node] = self._by_memory(node)
         if spec.kind == InputKind.USER_INPUT:
             self._states[node] = Rows(0)
             self._axis = self._axis or Axis(node.meta["val"].shape[0])
@@ -467,6 +473,11 @@ class _Builder:
                 self._rows = self._graph.call_function(_size, (self._made[node],))
             return
         value = self._constants[target] if target in self._constants else _attribute(self._step, target)
+        if isinstance(value, torch.Generator):
+            raise PrivacyError(
+                "the model or the loss draws from a generator of its own, which keeps its state from one call to the "
+                "next. Draw from torch's own: leave generator= out."
+            )
         if isinstance(value, nn.Parameter) and value.requires_grad:
             if not value.is_floating_point():
                 raise PrivacyError(f"{target.removeprefix('model.')} is complex, which has no rule. Use real numbers.")
@@ -508,6 +519,8 @@ class _Builder:
             return
         if operation_name(target).startswith("_assert_tensor_metadata"):
             return
+        if operation_name(target) == "wrap_with_autocast":
+            raise self._refusal(node, "computes in another precision, in which norms are not exact", "Remove autocast.")
         state = follow_getitem(node, self._states)
         if state is None:
             named = arguments_of(node) if isinstance(target, torch._ops.OpOverload) else {}
@@ -536,13 +549,25 @@ class _Builder:
         schema = getattr(node.target, "_schema", None)
         if node.target is operator.getitem:
             source: Any = node.args[0]
-            return self._roots[source]
+            if operation_name(source.target) == "broadcast_tensors":
+                return self._roots[source.args[0][node.args[1]]]
+            return self._by_memory(node) if self._roots[source] is source else self._roots[source]
         if schema is not None and any(r.alias_info is not None for r in schema.returns):
             for argument in schema.arguments:
                 given = arguments_of(node).get(argument.name)
                 if argument.alias_info is not None and isinstance(given, fx.Node):
                     return self._roots[given]
-        return node
+        first: Any = node.args[0] if node.args else None
+        if operation_name(node.target) in _MAY_RETURN_ITS_ARGUMENT and not draws_random(node):
+            return self._roots[first]
+        return self._by_memory(node)
+
+    def _by_memory(self, node: fx.Node) -> fx.Node:
+        """Return the first node whose memory the traced value has: some operations return views and do not say so."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor) or operation_name(node.target) == "lift_fresh_copy":
+            return node
+        return self._memory.setdefault(value.untyped_storage()._cdata, node)
 
     def _refuse_writes(self, node: fx.Node) -> None:
         """Refuse to write into inputs, parameters, buffers and constants."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules import module as torch_modules
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
@@ -141,6 +142,10 @@ def unfit_parts(model: nn.Module) -> list[Finding]:
         )
         return [Finding(module=some_of(compiled, limit=3), problem=problem, remedy=remedy)]
     found: list[Finding] = []
+    unknown = [name for name, tensor in model_state(model) if is_lazy(tensor)]
+    if unknown:
+        problem, remedy = f"{some_of(unknown, limit=3)} has no shape yet", "Call the model once on rows like yours."
+        return [Finding(module="the model", problem=problem, remedy=remedy)]
     kinds = [name for name, tensor in model_state(model) if _has_own_code(tensor)]
     if kinds:
         problem = f"{some_of(kinds, limit=3)} is of a tensor type with code of its own, which can't be followed"

@@ -8,7 +8,7 @@ limit, because it refuses the step that would exceed the planned number of relea
 
 from __future__ import annotations
 
-from typing import final
+from typing import NoReturn, final
 
 from torch import nn
 
@@ -63,6 +63,12 @@ class Privatizer:
 
     def __repr__(self) -> str:
         return f"Privatizer({self.spent} of {self.planned} steps charged)"
+
+    def __reduce__(self) -> NoReturn:
+        raise PrivacyError(
+            "a private run can't be copied or pickled: the copy would draw the same noise again, and the difference of "
+            "the two shows a gradient. Use state_dict() for the weights, and PrivateRun.resume to continue."
+        )
 
     @property
     def planned(self) -> int:

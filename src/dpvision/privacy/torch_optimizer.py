@@ -35,9 +35,10 @@ class TorchOptimizer:
 
     Guarantee: the parameters are a function of their initial values, public settings and ``PrivateGrad``\\ s, one per
     step in order. A step of ``rule`` or of ``scheduler`` outside is refused; a parameter or saved buffer that moved
-    otherwise, or a module that was added, removed or replaced, is found before the next step and by
-    ``check_untouched``. Settings of the optimizer (learning rate, weight decay) may be changed between steps: that
-    they do not follow from private data is the caller's part.
+    otherwise, a module that was added, removed or replaced, or a state of ``rule`` that was written (by torch's count
+    of writes, which ``.data`` evades), is found before the next step and by ``check_untouched``. Settings of the
+    optimizer (learning rate, weight decay) may be changed between steps: that they do not follow from private data is
+    the caller's part.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class TorchOptimizer:
         self._guard = TamperGuard(model, buffers=True)
         self._inside = False
         self._hook = rule.register_step_pre_hook(self._refuse_outside)
-        self._schedule_left = self._schedule_now()
+        self._schedule_left, self._state_left = self._schedule_now(), self._state_now()
         self.steps_taken = 0
         try:
             self.trainable()
@@ -132,6 +133,7 @@ class TorchOptimizer:
             for parameter in self._model.parameters():
                 parameter.grad = None
         self._guard.accept({n: p for n, p in self._model.named_parameters() if id(p) in held})
+        self._state_left = self._state_now()
         self.steps_taken += 1
         if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._step_schedule()
@@ -154,8 +156,30 @@ class TorchOptimizer:
         """What each step of a schedule changes."""
         return getattr(self._scheduler, "last_epoch", None)
 
+    def _state_now(self) -> dict[tuple[int, str], object]:
+        """Which tensors the update rule keeps, and how often each was written; its numbers as they are."""
+        held: dict[Tensor, int] = {parameter: place for place, parameter in enumerate(self._held())}
+        return {
+            (held.get(parameter, -1), str(name)): (id(value), value._version)
+            if isinstance(value, Tensor)
+            else repr(value)
+            for parameter, values in self._rule.state.items()
+            for name, value in values.items()
+        }
+
+    def _check_state(self) -> None:
+        """Raise ``PrivacyError`` if the state of the update rule was changed by other means than ``step``."""
+        state = self._state_now()
+        written = {key[1] for key in {**self._state_left, **state} if self._state_left.get(key) != state.get(key)}
+        if written:
+            raise PrivacyError(
+                f"the optimizer's state was changed outside of PrivateRun.step: {', '.join(sorted(written))}. The next "
+                "weights would follow from it without noise: begin a new run."
+            )
+
     def check_untouched(self) -> None:
         """Raise ``PrivacyError`` naming each tensor or module that was changed by other means than ``step``."""
+        self._check_state()
         now = _modules(self._model)
         changed = [name for name in {**self._modules, **now} if self._modules.get(name) is not now.get(name)]
         if changed:
@@ -172,6 +196,7 @@ class TorchOptimizer:
             PrivacyError: a watched tensor was changed.
             ArgumentError: the state of the optimizer or the scheduler holds what no checkpoint can hold.
         """
+        self._check_state()
         tensors: dict[str, Tensor] = {}
         values = {
             "steps_taken": self.steps_taken,
@@ -202,6 +227,7 @@ class TorchOptimizer:
         if self._scheduler is not None:
             self._scheduler.load_state_dict(unpacked(values["schedule"], tensors))
         self._schedule_left, self.steps_taken = self._schedule_now(), values["steps_taken"]
+        self._state_left = self._state_now()
 
     def close(self) -> None:
         """Let the optimizer go."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -50,6 +51,25 @@ CHECKPOINTS_OF_A_RUN = 50
 COUNT_NOISE = 15.0
 """Noise of a count by default: at a target epsilon of 3 it raises the noise of the steps by about 0.3 %."""
 _MOST_UNITS_AT_ONCE = 2**20
+
+
+_ONE_STEP = threading.Lock()
+_stepping: list[int] = []
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Take one step of this process at a time: while code is traced, functions of the whole process are replaced."""
+    if threading.get_ident() in _stepping:
+        raise PrivacyError(
+            "a step was called inside of another one. Call it from the loop, not from a model or a loss."
+        )
+    with _ONE_STEP:
+        _stepping.append(threading.get_ident())
+        try:
+            yield
+        finally:
+            _stepping.clear()
 
 
 @final
@@ -342,6 +362,7 @@ class PrivateRun:
                     "was drawn. Call step for every batch."
                 )
 
+    @_alone()
     def step(self, batch: PrivateBatch, loss_fn: LossFunction, *, microbatch_size: int | None = None) -> None:
         """Take one private step: clip, charge, add noise, optimizer step.
 
@@ -359,7 +380,8 @@ class PrivateRun:
         The step computes with gradients, in the parameters' own precision, whatever surrounds it: ``torch.no_grad``,
         ``torch.inference_mode`` and ``torch.autocast`` are switched off inside, because the norms must be those of what
         is summed. An exception of the model or the loss leaves the run as it was, with nothing charged. Once a step is
-        charged it can't be repeated: if it is interrupted after that, the run must be resumed from its folder.
+        charged it can't be repeated: if it is interrupted after that, the run must be resumed from its folder. Steps of
+        several threads wait for each other.
         """
         self._require_open()
         self._require_next(batch)
