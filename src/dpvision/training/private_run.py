@@ -68,6 +68,11 @@ class PrivateBatch:
         """How the units were chosen."""
         return self._drawn.sampling
 
+    @property
+    def drawn_batch_size(self) -> int:
+        """The number of drawn units. Sensitive."""
+        return self._drawn.drawn_batch_size
+
     def comes_from(self, draws: DatasetBatches | None) -> bool:
         """Whether ``draws`` drew it."""
         return self._draws is draws
@@ -248,11 +253,15 @@ class PrivateRun:
         """Epsilon of everything charged so far."""
         return self.guarantee().epsilon
 
-    def guarantee(self) -> Guarantee:
-        """Return the guarantee of everything charged so far, from the ledger; lost steps and a count included."""
+    def guarantee(self, *, delta: float | None = None) -> Guarantee:
+        """Return the guarantee of everything charged so far, from the ledger; lost steps and a count included.
+
+        Args:
+            delta: of the guarantee, in (0, 1). Default: that of the mechanism.
+        """
         return guarantee(
             self._state.ledger.charges(),
-            delta=self._state.ledger.header["delta"],
+            delta=self._state.ledger.header["delta"] if delta is None else delta,
             adjacency=self.mechanism.adjacency,
             privacy_unit=self.mechanism.privacy_unit,
         )
@@ -547,6 +556,11 @@ class PrivateRun:
             for what, how in own_code_declarations(state.config):
                 self._declare(what, how)
         state.declared_loss = code  # held, so that nothing else gets its place in memory
+
+    def declare(self, what: str, how: str) -> None:
+        """Add a line to the certificate's list of what the user declares, such as how the loop was written."""
+        self._require_open()
+        self._declare(what, how)
 
     def _declare(self, what: str, how: str) -> None:
         self._state.ledger.note("declare", {"what": what, "how": how})
