@@ -7,7 +7,6 @@ recording, and ``optimizer.step()`` is ``PrivateRun.step``. The model stays the 
 
 from __future__ import annotations
 
-import copyreg
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -18,7 +17,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack, final
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from dpvision.accounting import calibrate_steps, propose_delta
 from dpvision.compat.recorded_step import BatchShape, Draw, RecordedStep, RecordedTensor, Reduction
@@ -82,7 +81,12 @@ class _RecordsCalls(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as the class that it was made of."""
         del protocol
-        return copyreg.__newobj__, (type(self).__mro__[2],), self.__dict__  # pyright: ignore[reportAttributeAccessIssue]
+        return _blank, (type(self).__mro__[2],), self.__dict__
+
+
+def _blank(kind: type[nn.Module]) -> nn.Module:
+    """Return a module before its state is filled in."""
+    return kind.__new__(kind)
 
 
 def _recording(model: nn.Module) -> None:
@@ -177,8 +181,8 @@ class PrivateDataLoader:
         batch_size: the expected, public batch size; every batch seems to have it.
     """
 
-    def __init__(self, loader: DataLoader[Any], training: _Training) -> None:
-        self.dataset, self.batch_size, self._length = loader.dataset, loader.batch_size, len(loader)
+    def __init__(self, dataset: Any, training: _Training, *, length: int) -> None:
+        self.dataset, self.batch_size, self._length = dataset, training.shape.size, length
         self._training = training
 
     def __len__(self) -> int:
@@ -223,6 +227,20 @@ class _Collate:
 
 
 @final
+class _Items(Dataset[Any]):
+    """A list of items as a dataset."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._items[index]
+
+
+@final
 class _Training:
     """What the objects of ``make_private`` share: the run, and the recording of the current batch."""
 
@@ -235,7 +253,7 @@ class _Training:
         self.folder: Path | None = None
         self.declared: dict[str, str] = {}
         self.seed: int | None = None
-        self._dataset: Any = loader.dataset
+        self._dataset: Any = _Items(loader.dataset) if isinstance(loader.dataset, (list, tuple)) else loader.dataset
         item = self._dataset[0]
         pair = isinstance(item, (tuple, list)) and len(item) == 2
         simple = loader.collate_fn is default_collate and pair and all(isinstance(x, (Tensor, int)) for x in item)
@@ -245,7 +263,7 @@ class _Training:
         if others or not tree_leaves(example):
             kind = type(others[0]).__name__ if others else "nothing"
             raise ArgumentError(f"each batch must consist of tensors, got {kind}. Change collate_fn or the dataset.")
-        self.shape = BatchShape(example, size=int(loader.batch_size or 0))
+        self.shape = BatchShape(example, size=int(mechanism.expected_batch_size))
         self._workers = loader.num_workers
         self.run: PrivateRun | None = None
         self._batches: Iterator[PrivateBatch] | None = None
@@ -410,10 +428,11 @@ class PrivacyEngine:
             ArgumentError: an option is out of range, or there is no plan.
             PrivacyError: the model, the sampler or the sampling can't be private.
         """
-        size, num_units = _declared(data_loader, options)
+        size, num_units, length = _declared(data_loader, options)
         steps = options.get("steps")
-        if steps is None and options.get("epochs") is not None:
-            steps = int(options["epochs"] or 0) * len(data_loader)
+        epochs = options.get("epochs")
+        if steps is None and epochs is not None:
+            steps = epochs * length
         delta = options.get("target_delta") or propose_delta(num_units)
         target = options.get("target_epsilon")
         if steps is None and target is not None:
@@ -471,14 +490,14 @@ class PrivacyEngine:
             ArgumentError: a value is out of range, or no noise reaches the target.
             PrivacyError: as ``make_private``.
         """
-        size, num_units = _declared(data_loader, options)
+        size, num_units, length = _declared(data_loader, options)
         Problems().count("epochs", epochs).raise_if_any()
         mechanism = Mechanism.calibrated(
             target_epsilon=target_epsilon,
             delta=target_delta,
             num_units=num_units,
             expected_batch_size=size,
-            steps=options.get("steps") or epochs * len(data_loader),
+            steps=options.get("steps") or epochs * length,
             clip_norm=_norm(max_grad_norm),
         )
         return self._make(module, optimizer, data_loader, mechanism, options)
@@ -499,9 +518,12 @@ class PrivacyEngine:
         training.reduction, training.folder, training.seed = _reduction(options), self._folder, self._seed
         if options.get("num_units") is None:
             training.declared["number of units"] = "the length of the dataset, declared public by the user"
+        if training.reduction == "sum":
+            optimizer.register_step_pre_hook(_undivided(mechanism.expected_batch_size))
         _recording(module)
         self._made = training
-        private = DPOptimizer(optimizer, training), PrivateDataLoader(loader, training)
+        length = _declared(loader, options, quiet=True)[2]
+        private = DPOptimizer(optimizer, training), PrivateDataLoader(loader.dataset, training, length=length)
         if str(options.get("grad_sample_mode", "hooks")).startswith("ghost"):
             return module, private[0], options.get("criterion", nn.CrossEntropyLoss()), private[1]
         return module, *private
@@ -610,8 +632,11 @@ class PrivacyEngine:
         return ModuleValidator.fix(module)
 
 
-def _declared(loader: DataLoader[Any], options: Mapping[str, Any]) -> tuple[int, int]:
-    """Return batch size and number of units; refuse what can't be private, and say where Opacus differs."""
+def _declared(loader: DataLoader[Any], options: Mapping[str, Any], *, quiet: bool = False) -> tuple[int, int, int]:
+    """Return the public facts: batch size, number of units, steps of an epoch. Refuse what can't be private.
+
+    Prints where Opacus takes another sample rate, unless ``quiet``.
+    """
     unknown = [name for name in options if name not in Options.__annotations__]
     if unknown:
         raise TypeError(f"make_private() got an unexpected keyword argument {unknown[0]!r}")
@@ -635,14 +660,25 @@ def _declared(loader: DataLoader[Any], options: Mapping[str, Any]) -> tuple[int,
     dataset: Any = loader.dataset
     num_units = options.get("num_units") or len(dataset)
     size = min(loader.batch_size, num_units)
-    if not len(loader):
+    length = num_units // loader.batch_size if loader.drop_last else -(-num_units // loader.batch_size)
+    if not length:
         raise ArgumentError("the loader has no batches: drop_last with fewer examples than batch_size. Lower it.")
-    if size * len(loader) != num_units:
+    if size * length != num_units and not quiet:
         print(  # the difference matters to those who compare
             f"dpvision: sample rate {size}/{num_units} = {size / num_units:.6g}, expected batch {size}; Opacus rounds "
-            f"it to 1/len(loader) = 1/{len(loader)} = {1 / len(loader):.6g}, expected batch {num_units / len(loader):.1f}."
+            f"it to 1/len(loader) = 1/{length} = {1 / length:.6g}, expected batch {num_units / length:.1f}."
         )
-    return size, num_units
+    return size, num_units, length
+
+
+def _undivided(divisor: float) -> Callable[..., None]:
+    """Return a hook that multiplies private gradients by their public divisor: for losses that are sums."""
+
+    def multiply(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            parameter.grad.mul_(divisor)
+
+    return multiply
 
 
 def _norm(given: Any) -> float:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, final
 
 import torch
@@ -63,11 +64,13 @@ class _Operation:
         function: a torch function, or ``_MODEL``.
         leaves: the arguments, flattened; tensors of the recording are ``_Ref``\\ s.
         structure: of args and kwargs.
+        has_gradient: whether it was called with gradients enabled; otherwise its results are constants.
     """
 
     function: Any
     leaves: tuple[Any, ...]
     structure: TreeSpec
+    has_gradient: bool
 
     @property
     def name(self) -> str:
@@ -82,6 +85,11 @@ class _Operation:
     def arguments(self, change: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return args and kwargs with every leaf changed."""
         return tree_unflatten([change(leaf) for leaf in self.leaves], self.structure)
+
+    def results(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Run it, or the model in its place, and return the flattened results."""
+        found = tree_leaves(run(*args, **kwargs))
+        return found if self.has_gradient else [x.detach() if isinstance(x, Tensor) else x for x in found]
 
 
 def _name(function: Any) -> str:
@@ -170,7 +178,9 @@ class Draw:
                     result = function(*fake_args, **fake_kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException):
             return self.read(function, args, kwargs)
-        self._operations.append(_Operation(function, tuple(map(_stored, leaves)), structure))
+        # A custom autograd.Function runs with gradients off too: its own backward pass can't be recorded.
+        enabled = torch.is_grad_enabled()
+        self._operations.append(_Operation(function, tuple(map(_stored, leaves)), structure, enabled))
         node = len(self._operations) - 1
         found, shape = tree_flatten(result)
         made = [
@@ -188,6 +198,8 @@ class Draw:
                         "a tensor of an earlier batch is used with this one: a step's gradient may depend on its own "
                         "batch only. Keep numbers (.item()), not tensors."
                     )
+            elif isinstance(leaf, ReadTensor):
+                raise PrivacyError(_WAS_READ)
             elif isinstance(leaf, Tensor) and leaf.requires_grad and function is not _MODEL:
                 raise PrivacyError(
                     f"{_name(function)} joins rows with a trainable tensor outside of the model, so its gradient is "
@@ -207,7 +219,8 @@ class Draw:
 
         with torch.no_grad():
             plain_args, plain_kwargs = tree_map(value, (tuple(args), dict(kwargs)))
-            return function(*plain_args, **plain_kwargs)
+            result = function(*plain_args, **plain_kwargs)
+        return tree_map(lambda x: x.as_subclass(ReadTensor) if isinstance(x, Tensor) else x, result)
 
     def value(self, ref: _Ref) -> Any:
         """Compute a value. Private: what the script does with it is not covered by any epsilon."""
@@ -288,21 +301,32 @@ class Draw:
             return _Ref(numbers[leaf.node], leaf.place) if isinstance(leaf, _Ref) else leaf
 
         operations = [self._operations[node] for node in needed]
-        kept = [o and _Operation(o.function, tuple(map(renumbered, o.leaves)), o.structure) for o in operations]
-        if not any(o is not None and o.function is _MODEL for o in kept):
-            raise PrivacyError("the loss does not use the model's output. Compute it from model(...).")
+        kept = [o and replace(o, leaves=tuple(map(renumbered, o.leaves))) for o in operations]
+        through = [self._operations[node] for node in self._needed(self.loss.ref.node, gradient=True)]
+        if not any(o is not None and o.function is _MODEL for o in through):
+            raise PrivacyError(
+                "no gradient of the loss reaches the model: it does not use model(...), or uses it under no_grad, "
+                "detached, or in an autograd.Function. Compute the loss from model(...) with torch operations."
+            )
         return RecordedStep(tuple(kept), renumbered(self.loss.ref), size=self.shape.size, reduction=reduction)
 
-    def _needed(self, node: int) -> set[int]:
-        """Return the numbers of the operations that one needs, itself and the rows included."""
-        found: set[int] = {0}
-        waiting = [node]
+    def _needed(self, node: int, *, gradient: bool = False) -> set[int]:
+        """Return the numbers of the operations that one needs, itself and the rows included.
+
+        Args:
+            node: the number of the operation.
+            gradient: leave out what no gradient passes.
+        """
+        found, waiting = {0}, [node]
         while waiting:
             number = waiting.pop()
             operation = self._operations[number]
-            if number not in found or operation is None:
-                found.add(number)
-                waiting += [ref.node for ref in operation.refs] if operation is not None else []
+            if number in found or operation is None:
+                continue
+            if gradient and not (operation.has_gradient and operation.name != "detach"):
+                continue
+            found.add(number)
+            waiting += [ref.node for ref in operation.refs]
         return found
 
 
@@ -343,6 +367,22 @@ def _in_parts(
         return model(*own_args, **own_kwargs)
 
     return tree_map(lambda *each: torch.cat(each), *[part(start) for start in range(0, rows, at_once)])
+
+
+_WAS_READ: Final = (
+    "a value was read from a private batch (by a branch, an index, a loop over rows or a copy), and the loss is "
+    f"computed from it, which can't be followed. {_REMEDY}"
+)
+
+
+@final
+class ReadTensor(Tensor):
+    """Private values that were read: good for metrics, and for no loss."""
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse."""
+        del args, kwargs
+        raise PrivacyError(_WAS_READ)
 
 
 @final
@@ -432,24 +472,28 @@ def _marked(result: Any, draw: Draw) -> Any:
     return RowCount(result) if type(result) is int and result == size else result
 
 
-_FACTS: Final = frozenset(
-    "shape size dim ndim ndimension numel nelement dtype device layout names is_cuda is_cpu is_meta is_mps is_sparse "
-    "is_quantized is_floating_point is_complex is_signed element_size itemsize nbytes stride is_contiguous "
-    "requires_grad is_leaf __len__ get_device is_tensor is_nested is_inference is_xla is_xpu is_mkldnn is_neg "
-    "is_conj grad grad_fn retains_grad _backward_hooks __hash__".split()
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_FACTS: Final = _names(
+    "shape size dim ndim ndimension numel nelement dtype device layout names is_cuda is_cpu is_meta is_mps "
+    "is_sparse is_quantized is_floating_point is_complex is_signed element_size itemsize nbytes stride "
+    "is_contiguous requires_grad is_leaf __len__ get_device is_tensor is_nested is_inference is_xla is_xpu "
+    "is_mkldnn is_neg is_conj grad grad_fn retains_grad _backward_hooks __hash__"
 )
 """What says nothing about values: answered from shape and type."""
-_READS: Final = frozenset(
+_READS: Final = _names(
     "item tolist numpy __array__ __bool__ __float__ __int__ __index__ __complex__ __format__ __contains__ equal "
-    "allclose is_nonzero".split()
+    "allclose is_nonzero"
 )
-_REFUSED: Final = frozenset(
+_REFUSED: Final = _names(
     "__set__ register_hook register_post_accumulate_grad_hook retain_grad requires_grad_ set_ data_ptr storage "
-    "untyped_storage _typed_storage __deepcopy__ __reduce_ex__ share_memory_ apply_ map_ _make_subclass as_subclass "
-    "__dlpack__ __cuda_array_interface__ backward".split()
+    "untyped_storage _typed_storage __deepcopy__ __reduce_ex__ share_memory_ apply_ map_ _make_subclass "
+    "as_subclass __dlpack__ __cuda_array_interface__ backward"
 )
 _ADDING: Final = frozenset({"add_", "sub_", "mul_", "div_"})
-_SHAPES: Final = frozenset("view reshape expand repeat unflatten new_zeros new_ones new_full tile broadcast_to".split())
+_SHAPES: Final = _names("view reshape expand repeat unflatten new_zeros new_ones new_full tile broadcast_to")
 """Functions in which the number of rows is a size, and not a number to compute with."""
 
 
@@ -492,7 +536,7 @@ class RecordedStep(StepFunction):
         mine, theirs = self._operations, other._operations
         for one, two in zip(mine, theirs, strict=False):
             if (one is None) != (two is None) or (one is not None and two is not None and not _same(one, two)):
-                return (two or one or mine[0]).name if (two or one) else "the batch"  # pyright: ignore
+                return two.name if two is not None else "the batch"
         if len(mine) != len(theirs) or self._loss != other._loss:
             return "the number of operations"
         return None
@@ -504,7 +548,7 @@ class RecordedStep(StepFunction):
 
 def _same(one: _Operation, two: _Operation) -> bool:
     """Return whether two operations are the same, their constants included."""
-    if one.function is not two.function and one.function != two.function:
+    if one.function != two.function or one.has_gradient != two.has_gradient:
         return False
     if one.structure != two.structure or len(one.leaves) != len(two.leaves):
         return False
@@ -530,7 +574,7 @@ class _Replay:
         self, operations: tuple[_Operation | None, ...], model: Callable[..., Any], rows: list[Tensor], size: int
     ) -> None:
         self._operations, self._model, self._size = operations, model, size
-        self._count = rows[0].shape[0]
+        self._rows, self._count = rows, rows[0].shape[0]
         self._values: dict[int, list[Any]] = {0: rows}
 
     def value(self, ref: _Ref) -> Any:
@@ -538,9 +582,25 @@ class _Replay:
         if ref.node not in self._values:
             operation = self._operation(ref)
             args, kwargs = self._arguments(operation)
-            run = self._model if operation.function is _MODEL else operation.function
-            self._values[ref.node] = tree_leaves(run(*args, **kwargs))
+            if operation.function is _MODEL:
+                self._values[ref.node] = operation.results(self._model, args, kwargs)
+            else:
+                with self._in_our_words(operation):
+                    self._values[ref.node] = operation.results(operation.function, args, kwargs)
         return self._values[ref.node][ref.place]
+
+    @contextmanager
+    def _in_our_words(self, operation: _Operation) -> Iterator[None]:
+        """Say why an operation fails for a few rows; what fails in a trace is told by the tracer."""
+        try:
+            yield
+        except (RuntimeError, IndexError, ValueError) as error:
+            if type(self._rows[0]) is not Tensor:
+                raise
+            raise PrivacyError(
+                f"{operation.name} in the loss fails for another number of rows than the batch has: rows do not stay "
+                f"apart, or a constant has one entry for each row. {_REMEDY}"
+            ) from error
 
     def _operation(self, ref: _Ref) -> _Operation:
         operation = self._operations[ref.node]
@@ -564,13 +624,14 @@ class _Replay:
         """
         operation = self._operation(ref)
         name = operation.name
-        if operation.function is not _MODEL and not ref.place:
-            if name in _LINEAR:
+        if operation.function is not _MODEL and not ref.place and operation.has_gradient:
+            if name in _LINEAR or (name in ("mean", "sum") and not self.value(operation.refs[0]).dim()):
                 return self._linear(operation, name, scale)
             reduced = self._reduced(operation, name)
             if reduced is not None:
                 values, how = reduced
-                per_row = values.reshape(self._count, -1)
+                with self._in_our_words(operation):
+                    per_row = values.reshape(self._count, -1)
                 return (per_row.mean(1) if how == "mean" else per_row.sum(1) * self._size) * scale
         raise PrivacyError(
             f"the loss ends in {name}, which is neither a mean or sum over rows nor a sum of such values times "
@@ -595,7 +656,8 @@ class _Replay:
                 "reduction='none', and take .mean() of it."
             )
         plain_args, plain_kwargs = self._arguments(operation)
-        values = operation.function(*plain_args, **{**plain_kwargs, "reduction": "none"})
+        with self._in_our_words(operation):
+            values = operation.function(*plain_args, **{**plain_kwargs, "reduction": "none"})
         if how == "batchmean":
             return values.reshape(self._count, -1).sum(1), "mean"
         return values, how
@@ -603,9 +665,10 @@ class _Replay:
     def _linear(self, operation: _Operation, name: str, scale: float) -> Tensor:
         """Return the rows of a sum of scalars, or of a scalar times a constant."""
         args, kwargs = operation.arguments(lambda leaf: leaf)
+        first: Any = next(iter(args), None)
         totals = [arg for arg in args if isinstance(arg, _Ref)]
         constants = [_number(arg, self._size) for arg in args if not isinstance(arg, _Ref)]
-        if name in _MOVES:
+        if name in _MOVES or name in ("mean", "sum"):  # of a scalar
             return self.total(totals[0], scale)
         if not kwargs and None not in constants and len(args) <= 2:
             if name == "neg":
@@ -614,13 +677,14 @@ class _Replay:
                 signs = [1.0, -1.0 if "sub" in name else 1.0]
                 if name == "__rsub__":
                     signs.reverse()
-                parts = [self.total(arg, sign * scale) for arg, sign in zip(args, signs, strict=False) if arg in totals]
+                each = zip(args, signs, strict=False)
+                parts = [self.total(arg, sign * scale) for arg, sign in each if isinstance(arg, _Ref)]
                 return parts[0] if len(parts) == 1 else parts[0] + parts[1]
             if len(totals) == 1 and constants and constants[0] is not None:
                 if name == "mul":
                     return self.total(totals[0], scale * constants[0])
-                if name in ("div", "true_divide") and isinstance(args[0], _Ref):
-                    return self.total(totals[0], scale / constants[0])
+                if name in ("div", "true_divide") and isinstance(first, _Ref):
+                    return self.total(first, scale / constants[0])
         raise PrivacyError(
             f"the loss ends in {name} of values that are sums over rows, so no row has a loss of its own. {_REMEDY}"
         )
@@ -648,7 +712,7 @@ class _Axes(NamedTuple):
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Axes:
-        given = args[0] if args else kwargs.get("dim", kwargs.get("axis"))
+        given: Any = next(iter(args), kwargs.get("dim", kwargs.get("axis")))
         others = {name: value for name, value in kwargs.items() if name not in ("dim", "axis") and value is not None}
         plain = len(args) <= 1 and not any(value for name, value in others.items() if name != "dtype")
         dims = (given,) if isinstance(given, int) else None if given is None else tuple(given)
