@@ -32,6 +32,7 @@ NAMES = [
 PACKAGES = [
     "accounting",
     "audit",
+    "compat",
     "data",
     "gradients",
     "inference",

@@ -69,6 +69,7 @@ _HOMES = {
 _PACKAGES = (
     "accounting",
     "audit",
+    "compat",
     "data",
     "gradients",
     "inference",

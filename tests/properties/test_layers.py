@@ -23,7 +23,7 @@ LAYERS = (
     ("privacy",),
     ("release", "inference"),
     ("training",),
-    ("papers", "audit"),
+    ("papers", "audit", "compat"),
     ("cli",),
     ("__main__",),
 )
