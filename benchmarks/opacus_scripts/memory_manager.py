@@ -1,4 +1,4 @@
-"""A large batch in parts by BatchMemoryManager: CIFAR-10, 5,000 images, batches of 1,000, 2 epochs, epsilon 8."""
+"""A large batch in parts by BatchMemoryManager: CIFAR-10, 2,500 images, batches of 500, 2 epochs, epsilon 8."""
 
 import sys
 import time
@@ -11,8 +11,8 @@ from torch import nn
 from benchmarks.opacus_scripts.rows import finish, rows
 
 torch.manual_seed(int(sys.argv[1]))
-dataset, test_images, test_labels = rows("cifar10", 5_000)
-loader = torch.utils.data.DataLoader(dataset, batch_size=1000, shuffle=True)
+dataset, test_images, test_labels = rows("cifar10", 2_500)
+loader = torch.utils.data.DataLoader(dataset, batch_size=500, shuffle=True)
 model = nn.Sequential(
     nn.Conv2d(3, 32, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), nn.Conv2d(32, 32, 3, padding=1), nn.Tanh(),
     nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 10),
@@ -28,7 +28,7 @@ model, optimizer, loader = privacy_engine.make_private_with_epsilon(
 started = time.process_time(), time.perf_counter()
 for _ in range(2):
     model.train()
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=200, optimizer=optimizer) as safe_loader:
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=100, optimizer=optimizer) as safe_loader:
         for images, target in safe_loader:
             optimizer.zero_grad()
             loss = criterion(model(images), target)

@@ -280,9 +280,9 @@ def free_folder(parent: Path, name: str) -> Path:
 
 def _finish(result: RunResult, *, json: bool, quick: bool = False) -> None:
     """Write the report, print the results, and say how to continue if the run is not done."""
-    from dpvision.release.report import summary_lines, verdicts_of, write_report
+    from dpvision.release.report import summary_lines, verdicts_of
 
-    report = write_report(result.run)
+    report = result.report
     verdicts = verdicts_of(result.certificate, result.metrics)
     values = {**result.figures(), **verdicts, "report": str(report), "run": str(result.run)}
     if quick:

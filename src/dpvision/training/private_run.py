@@ -42,6 +42,7 @@ from dpvision.storage.checkpoint import Checkpoint
 from dpvision.storage.files import parse_object
 from dpvision.storage.run_folder import OWN_LOOP, RunFolder
 from dpvision.training.defaults import two_digits
+from dpvision.training.notebook import ShownCertificate
 from dpvision.training.resume import checkpoint_errors, spent_so_far
 from dpvision.training.write_release import RunResult, publish
 
@@ -537,7 +538,7 @@ class PrivateRun:
         state.released = True
         state.optimizer.close()
         state.folder.close()
-        return RunResult(self.folder, outcome, certificate, contents, state.seconds)
+        return RunResult(self.folder, outcome, ShownCertificate(certificate), contents, state.seconds)
 
     def _declare_code(self, loss_fn: LossFunction) -> None:
         """Declare the model and the loss, each source once; the configuration names the last one of each."""

@@ -20,6 +20,7 @@ from dpvision.storage.checkpoint import Checkpoint
 from dpvision.storage.run_folder import RunFolder, StoredKey
 from dpvision.training.callbacks import RunCallback
 from dpvision.training.declarations import note_declarations
+from dpvision.training.notebook import default_callback
 from dpvision.training.prepare import run_code_again
 from dpvision.training.pretrained import require_weights_again
 from dpvision.training.run_fingerprint import Binding, bound_keys, differences, own_code_facts, run_binding
@@ -33,7 +34,7 @@ from dpvision.training.stages import (
 )
 from dpvision.training.start import ledger_header, with_features
 from dpvision.training.trainer import Session
-from dpvision.training.write_release import RunResult, run_to_release
+from dpvision.training.write_release import RunResult, reported, run_to_release
 
 
 def resume_training(
@@ -69,11 +70,11 @@ def resume_training(
     Guarantee: steps that are repeated exactly release nothing new and are not charged twice; if anything changed on
     which their bits depend, they get other noise and are charged again.
     """
-    callback = callback or RunCallback()
+    callback = callback or default_callback()
     session, notes = resume_run(
         Path(run), allow_fork=allow_fork, device=device, callback=callback, model=model, loss=loss, data=data
     )
-    return run_to_release(session, callback, notes=notes)
+    return reported(run_to_release(session, callback, notes=notes))
 
 
 def resume_run(
