@@ -42,6 +42,16 @@ def no_installed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(pretrained.KNOWN_WEIGHTS, pretrained.DEFAULT, known)
 
 
+@pytest.fixture(autouse=True)
+def no_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of most tests end without their report, which takes half a second; ``result.report`` writes it."""
+    if request.path.stem not in ("test_notebook", "test_tutorial"):
+        for name in ("start", "resume"):
+            module = sys.modules.get(f"dpvision.training.{name}")
+            if module is not None:
+                monkeypatch.setattr(module, "reported", lambda result: result)
+
+
 ENGINE = ("gradients", "kernels", "models", "privacy")
 PROOF = ("test_batch_axis", "test_proved_graph", "test_own_models_table", "test_zoo_models")
 

@@ -34,6 +34,7 @@ NAMES = [
 PACKAGES = [
     "accounting",
     "audit",
+    "compat",
     "data",
     "exports",
     "gradients",

@@ -79,6 +79,7 @@ _HOMES = {
 _PACKAGES = (
     "accounting",
     "audit",
+    "compat",
     "data",
     "exports",
     "gradients",

@@ -91,6 +91,8 @@ def test_every_cell_of_the_notebook_runs_in_order(
     printed = capsys.readouterr().out
     assert "at epsilon 3.00, delta 0.0001\n" in printed
     assert "in order\n40 steps" in printed
+    assert (tmp_path / "runs" / "notebook" / "release" / "report.html").is_file()
+    assert "<th style" in names["result"]._repr_html_()
     assert len(cells) == 5
 
 

@@ -24,7 +24,7 @@ LAYERS = (
     ("release", "inference"),
     ("exports",),
     ("training",),
-    ("papers", "audit"),
+    ("papers", "audit", "compat"),
     ("cli",),
     ("__main__",),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tools.mutations.accounting import ACCOUNTING
 from tools.mutations.audit import AUDIT
 from tools.mutations.clipping import CLIPPING
+from tools.mutations.compat import COMPAT
 from tools.mutations.fast import FAST
 from tools.mutations.faults import FAULTS
 from tools.mutations.gradients import GRADIENTS
@@ -41,6 +42,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *TRUST,
     *OWN_CODE,
     *PRIVATE_RUN,
+    *COMPAT,
     *SEPARABILITY,
     *VIEWS,
     *MASKS,

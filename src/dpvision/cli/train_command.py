@@ -284,12 +284,9 @@ def free_folder(parent: Path, name: str) -> Path:
 
 def _finish(result: RunResult, *, json: bool, quick: bool = False) -> None:
     """Write the report, print the results, and say how to continue if the run is not done."""
-    from dpvision.release.report import summary_lines, verdicts_of, write_report
-    from dpvision.storage.run_folder import REPORT
+    from dpvision.release.report import summary_lines, verdicts_of
 
-    report = result.run / "release" / REPORT
-    if not report.exists():  # it does where the run was finished before
-        write_report(result.run)
+    report = result.report
     verdicts = verdicts_of(result.certificate, result.metrics)
     values = {**result.figures(), **verdicts, "report": str(report), "run": str(result.run)}
     if quick:

@@ -188,6 +188,11 @@ class DatasetBatch:
     def __repr__(self) -> str:
         return "DatasetBatch(sensitive)"
 
+    @property
+    def drawn_batch_size(self) -> int:
+        """The number of drawn units. Sensitive."""
+        return len(self._rows_DR)
+
     def microbatches(self, units: int) -> Iterator[Microbatch]:
         """Yield the draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""
         Problems().count("units", units).raise_if_any()

@@ -12,6 +12,7 @@ Shapes: U units, R rows per unit, N = U·R rows.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -227,6 +228,26 @@ def call_model(model: Callable[..., Any], inputs: RowTree) -> Any:
     return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
+class StepFunction(ABC):
+    """A loss that calls the model by itself, in the place of a loss function of outputs and targets."""
+
+    @abstractmethod
+    def losses(self, model: Callable[..., Any], inputs: RowTree, targets: RowTree) -> Tensor:
+        """Return one loss per row."""
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        """Refuse: there is no loss of outputs alone."""
+        del outputs, targets
+        raise ArgumentError("this loss calls the model by itself: use losses_of.")
+
+
+def losses_of(model: Callable[..., Any], loss_fn: LossFunction, inputs: RowTree, targets: RowTree) -> Any:
+    """Return what model and loss give for rows."""
+    if isinstance(loss_fn, StepFunction):
+        return loss_fn.losses(model, inputs, targets)
+    return loss_fn(call_model(model, inputs), targets)
+
+
 def row_losses(model: Callable[..., Any], loss_fn: LossFunction, microbatch: Microbatch) -> Tensor:
     """Run the model and the loss on a micro-batch.
 
@@ -244,7 +265,7 @@ def row_losses(model: Callable[..., Any], loss_fn: LossFunction, microbatch: Mic
     rows = microbatch.row_weights_UR.numel()
     if microbatch.rows != rows:
         raise ArgumentError(f"row_weights_UR must have one entry per row, got {rows} for {microbatch.rows}.")
-    losses: Any = loss_fn(call_model(model, microbatch.inputs), microbatch.targets)
+    losses: Any = losses_of(model, loss_fn, microbatch.inputs, microbatch.targets)
     if not isinstance(losses, Tensor) or losses.shape != (rows,):
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ArgumentError(

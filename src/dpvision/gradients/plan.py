@@ -43,7 +43,7 @@ from dpvision.gradients.per_unit import (
     unit_gradients,
     with_channels_last,
 )
-from dpvision.gradients.proved_graph import ProvedGraph, clear_refusals, losses_as_they_are, prove
+from dpvision.gradients.proved_graph import ProvedGraph, clear_refusals, losses_as_they_are, noted_losses, prove
 from dpvision.gradients.separability import (
     LOSS,
     MIXING_REMEDY,
@@ -108,7 +108,7 @@ class Plan:
 
     def loss(self, loss_fn: LossFunction) -> LossFunction:
         """Return the loss of what is run: a proved graph ends in its losses."""
-        return loss_fn if self.proof is None else losses_as_they_are
+        return loss_fn if self.proof is None else noted_losses
 
     def arranged(self, microbatch: Microbatch) -> Microbatch:
         """Return the micro-batch as the plan's network takes it, in its memory format."""

@@ -22,6 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -53,7 +54,7 @@ from dpvision.gradients.batch_axis import (
     operation_name,
     written,
 )
-from dpvision.gradients.per_unit import LossFunction, call_model
+from dpvision.gradients.per_unit import LossFunction, losses_of
 from dpvision.privacy.values import Microbatch
 
 _ROWS_TRACED: Final = 7  # of the example; the graph holds for every number from 2 on
@@ -121,6 +122,28 @@ def losses_as_they_are(outputs: Any, targets: Any) -> Any:
     return outputs
 
 
+_NOTED: ContextVar[list[Tensor] | None] = ContextVar("noted losses", default=None)
+
+
+@contextmanager
+def losses_noted() -> Iterator[list[Tensor]]:
+    """Collect the losses of each micro-batch that a step computes in the block, padding at the end. Private."""
+    noted: list[Tensor] = []
+    token = _NOTED.set(noted)
+    try:
+        yield noted
+    finally:
+        _NOTED.reset(token)
+
+
+def noted_losses(outputs: Any, targets: Any) -> Any:
+    """Return the outputs of a proved network as ``losses_as_they_are`` does, in a step."""
+    noted = _NOTED.get()
+    if noted is not None:
+        noted.append(outputs.detach())
+    return losses_as_they_are(outputs, targets)
+
+
 def _tensors(microbatch: Microbatch) -> list[Tensor]:
     return [leaf for leaf in tree_flatten((microbatch.inputs, microbatch.targets))[0] if isinstance(leaf, Tensor)]
 
@@ -147,7 +170,7 @@ class _Step(nn.Module):
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
         inputs, targets = tree_unflatten(leaves, self._structure)
-        return self._loss_fn[0](call_model(self.model, inputs), targets)
+        return losses_of(self.model, self._loss_fn[0], inputs, targets)
 
 
 def prove(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> ProvedGraph:

@@ -44,6 +44,7 @@ from dpvision.storage.files import parse_object
 from dpvision.storage.run_folder import OWN_LOOP, RunFolder
 from dpvision.training.callbacks import RunCallback
 from dpvision.training.defaults import two_digits
+from dpvision.training.notebook import ShownCertificate
 from dpvision.training.resume import checkpoint_errors, spent_so_far
 from dpvision.training.write_release import RunResult, publish
 
@@ -88,6 +89,11 @@ class PrivateBatch:
     def sampling(self) -> Sampling:
         """How the units were chosen."""
         return self._drawn.sampling
+
+    @property
+    def drawn_batch_size(self) -> int:
+        """The number of drawn units. Sensitive."""
+        return self._drawn.drawn_batch_size
 
     def comes_from(self, draws: DatasetBatches | None) -> bool:
         """Whether ``draws`` drew it."""
@@ -283,11 +289,15 @@ class PrivateRun:
         """Epsilon of everything charged so far."""
         return self.guarantee().epsilon
 
-    def guarantee(self) -> Guarantee:
-        """Return the guarantee of everything charged so far, from the ledger; lost steps and a count included."""
+    def guarantee(self, *, delta: float | None = None) -> Guarantee:
+        """Return the guarantee of everything charged so far, from the ledger; lost steps and a count included.
+
+        Args:
+            delta: of the guarantee, in (0, 1). Default: that of the mechanism.
+        """
         return guarantee(
             self._state.ledger.charges(),
-            delta=self._state.ledger.header["delta"],
+            delta=self._state.ledger.header["delta"] if delta is None else delta,
             adjacency=self.mechanism.adjacency,
             privacy_unit=self.mechanism.privacy_unit,
         )
@@ -599,7 +609,7 @@ class PrivateRun:
         state.optimizer.close()
         state.folder.close()
         state.callback.finished()
-        return RunResult(self.folder, outcome, certificate, contents, state.seconds)
+        return RunResult(self.folder, outcome, ShownCertificate(certificate), contents, state.seconds)
 
     def _declare_code(self, loss_fn: LossFunction) -> None:
         """Declare the model and the loss, each source once; the configuration names the last one of each."""
@@ -618,6 +628,11 @@ class PrivateRun:
             for what, how in own_code_declarations(state.config):
                 self._declare(what, how)
         state.declared_loss = code  # held, so that nothing else gets its place in memory
+
+    def declare(self, what: str, how: str) -> None:
+        """Add a line to the certificate's list of what the user declares, such as how the loop was written."""
+        self._require_open()
+        self._declare(what, how)
 
     def _declare(self, what: str, how: str) -> None:
         self._state.ledger.note("declare", {"what": what, "how": how})

@@ -21,6 +21,7 @@ from dpvision.storage.files import ledger_mark, parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, METRICS, RunFolder, StoredKey
 from dpvision.training.callbacks import RunCallback
 from dpvision.training.declarations import note_declarations
+from dpvision.training.notebook import ShownCertificate, default_callback
 from dpvision.training.prepare import run_code_again
 from dpvision.training.pretrained import require_weights_again
 from dpvision.training.run_fingerprint import Binding, bound_keys, differences, own_code_facts, run_binding
@@ -34,7 +35,7 @@ from dpvision.training.stages import (
 )
 from dpvision.training.start import ledger_header, with_features
 from dpvision.training.trainer import Session
-from dpvision.training.write_release import RunResult, run_to_release
+from dpvision.training.write_release import RunResult, reported, run_to_release
 
 
 def resume_training(
@@ -72,7 +73,7 @@ def resume_training(
     Guarantee: steps that are repeated exactly release nothing new and are not charged twice; if anything changed on
     which their bits depend, they get other noise and are charged again.
     """
-    callback = callback or RunCallback()
+    callback = callback or default_callback()
     done = finished_result(Path(run))
     if done is not None:
         steps = f"all {done.metrics['curve'][-1]['step']} steps are done" if done.metrics["curve"] else "it is done"
@@ -81,7 +82,7 @@ def resume_training(
     session, notes = resume_run(
         Path(run), allow_fork=allow_fork, device=device, callback=callback, model=model, loss=loss, data=data
     )
-    return run_to_release(session, callback, notes=notes)
+    return reported(run_to_release(session, callback, notes=notes))
 
 
 def finished_result(run: Path) -> RunResult | None:
@@ -107,7 +108,7 @@ def finished_result(run: Path) -> RunResult | None:
     if ledger_mark(certificate.get("ledger")) != max(folder.known_marks().values()):
         return None
     with checkpoint_errors(checkpoint):
-        return RunResult(run, "finished", certificate, metrics, float(checkpoint.values["seconds"]))
+        return RunResult(run, "finished", ShownCertificate(certificate), metrics, float(checkpoint.values["seconds"]))
 
 
 def resume_run(

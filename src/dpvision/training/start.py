@@ -40,6 +40,7 @@ from dpvision.training.callbacks import RunCallback
 from dpvision.training.declarations import note_declarations
 from dpvision.training.defaults import Choice
 from dpvision.training.initial_weights import draw_weights
+from dpvision.training.notebook import default_callback
 from dpvision.training.prepare import Prepared, count_charges, load_run_code, prepare, statistics_charges
 from dpvision.training.run_fingerprint import Binding, bound_keys, own_code_facts, run_binding
 from dpvision.training.stages import (
@@ -54,7 +55,7 @@ from dpvision.training.stages import (
     synthetic_like,
 )
 from dpvision.training.trainer import Session
-from dpvision.training.write_release import RunResult, run_to_release
+from dpvision.training.write_release import RunResult, reported, run_to_release
 
 
 def train(
@@ -68,7 +69,7 @@ def train(
     loss: object | None = None,
     data: object | None = None,
 ) -> RunResult:
-    """Train a model and write its release.
+    """Train a model and write its release and its report.
 
     The process keeps up to half a gibibyte of freed memory from here on, which makes steps of small models faster.
 
@@ -77,7 +78,7 @@ def train(
         run: the folder of the run; it must not exist or be empty.
         seed: replaces the operating system's entropy: reproducible, and stamped as not for release.
         device: torch's name of the device.
-        callback: told about progress.
+        callback: told about progress. Default: a progress bar in a notebook, nothing elsewhere.
         model: the user's own model: FILE.py:FUNCTION, a function or class that makes it, or a module, which is copied
             and stays as it is. Default: the configured one.
         loss: the user's own loss: FILE.py:FUNCTION, or a function of outputs and targets that returns one value per
@@ -100,12 +101,12 @@ def train(
     Guarantee: the released weights are (epsilon, delta)-private for the unit and adjacency named in the certificate,
     under the assumptions of docs/concepts/guarantee.md.
     """
-    callback = callback or RunCallback()
+    callback = callback or default_callback()
     config, code = load_run_code(config, model=model, loss=loss)
     session, prepared = start_run(config, Path(run), seed=seed, device=device, callback=callback, code=code, data=data)
     if config.baseline:
         train_baseline(session, config, callback=callback, code=code, data=data)
-    return run_to_release(session, callback, choices=prepared.choices, notes=prepared.notes)
+    return reported(run_to_release(session, callback, choices=prepared.choices, notes=prepared.notes))
 
 
 def train_baseline(

@@ -11,16 +11,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpvision.config import required
 from dpvision.data import ImageStore
 from dpvision.data.splits import may_show_images
-from dpvision.errors import DPVisionError
+from dpvision.errors import ArgumentError, DPVisionError
 from dpvision.inference import dice_of_images, predict_masks
+from dpvision.inference.load import load_model
 from dpvision.kernels.memory import keep_freed_memory
 from dpvision.privacy.ledger import Ledger, read_ledger
 from dpvision.privacy.mechanism import Mechanism
@@ -28,12 +29,25 @@ from dpvision.release.build import ReleaseFacts, build_certificate
 from dpvision.release.certificate_page import render_certificate_page
 from dpvision.release.model_card import model_card
 from dpvision.storage.files import sha256_hex, weights_bytes
-from dpvision.storage.run_folder import CARD, CERTIFICATE_PAGE, EXAMPLES, Example, Rank, RunFolder, examples_bytes
+from dpvision.storage.run_folder import (
+    CARD,
+    CERTIFICATE_PAGE,
+    EXAMPLES,
+    REPORT,
+    Example,
+    Rank,
+    RunFolder,
+    examples_bytes,
+)
 from dpvision.training.baseline import released_baseline
 from dpvision.training.callbacks import RunCallback, stop_on_signals
 from dpvision.training.declarations import own_test_images
 from dpvision.training.defaults import Choice
+from dpvision.training.notebook import ShownCertificate, result_table
 from dpvision.training.trainer import Outcome, Session, measure, run_steps
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _FIRST_FIGURES = (
     "accuracy",
@@ -68,6 +82,45 @@ class RunResult:
     metrics: dict[str, Any]
     train_seconds: float
 
+    @property
+    def report(self) -> Path:
+        """The HTML report, release/report.html; written if it is not there yet."""
+        from dpvision.release.report import write_report  # imports matplotlib
+
+        page = self.run / "release" / REPORT
+        return page if page.is_file() else write_report(self.run)
+
+    @property
+    def model(self) -> nn.Module:
+        """The released model, loaded from the run: ``dpvision.load_model(run).model``.
+
+        Raises:
+            ArgumentError: the model is the user's own, or was trained in an own loop: use the object itself.
+        """
+        return load_model(self.run).model
+
+    def plot(self) -> Figure:
+        """Draw the score on public test data over epsilon, or over steps without privacy, as a matplotlib figure.
+
+        Raises:
+            ArgumentError: nothing was measured while the run trained.
+        """
+        from matplotlib.figure import Figure
+
+        curve = [point for point in self.metrics["curve"] if any(name in point for name in _CURVES)]
+        if not curve:
+            raise ArgumentError("nothing was measured while the run trained, so there is no curve to plot.")
+        name = next(name for name in _CURVES if name in curve[0])
+        x = "step" if self.certificate["epsilon"] is None else "epsilon"
+        figure = Figure(figsize=(5, 3.2), layout="constrained")
+        axes = figure.add_subplot(xlabel=x, ylabel=f"test {name.replace('_', ' ')}")
+        axes.plot([point[x] for point in curve], [point[name] for point in curve], "o-")
+        return figure
+
+    def _repr_html_(self) -> str:
+        """Show the result in a notebook."""
+        return result_table(self.certificate, self.metrics, {"report": self.report, "run": self.run})
+
     def figures(self) -> dict[str, Any]:
         """The most important values: metrics, epsilon, delta, steps, outcome."""
         final_metrics = self.metrics["final"]
@@ -82,6 +135,17 @@ class RunResult:
             "train_seconds": round(self.train_seconds, 3),
             "outcome": self.outcome,
         }
+
+
+_CURVES = ("accuracy", "dice", "mean_auc")
+
+
+def reported(result: RunResult) -> RunResult:
+    """Write the report of a result, and return the result."""
+    from dpvision.release.report import write_report  # imports matplotlib
+
+    write_report(result.run)
+    return result
 
 
 def run_to_release(
@@ -137,7 +201,7 @@ def write_release(session: Session, *, outcome: Outcome) -> RunResult:
         session.folder.add_to_release(EXAMPLES, shown)
     # How long the draws took depends on their sizes, which are private: not part of the release.
     session.folder.write_unsafe("timing", {"train_seconds": session.seconds})
-    return RunResult(session.folder.root, outcome, certificate, metrics, session.seconds)
+    return RunResult(session.folder.root, outcome, ShownCertificate(certificate), metrics, session.seconds)
 
 
 def publish(
