@@ -155,7 +155,7 @@ def test_the_page_of_signatures_shows_docstrings(site: Path) -> None:
     text = (site / "reference" / "api.html").read_text()
     for name in public_names():
         assert f'id="dpvision.{name}"' in text
-    assert "Train a model and write its release." in text
+    assert "Train a model and write its release and its report." in text
     assert "::: " not in text
 
 

@@ -135,7 +135,7 @@ def _globals_of(function: types.FunctionType, depth: int) -> tuple[Any, ...]:
     """Return the globals and the environment variables that a function may read."""
     names, held = function.__code__.co_names, function.__globals__
     if "site-packages" in function.__code__.co_filename:  # of libraries, which keep caches of their own
-        return tuple((name, held[name]) for name in names if isinstance(held.get(name), _PLAIN))
+        return tuple((name, held[name]) for name in names if name in held and isinstance(held[name], _PLAIN))
     variables = tuple(os.environ.items()) if "environ" in names or "getenv" in names else ()
     return *((name, _frozen(held[name], depth)) for name in names if name in held), variables
 
@@ -156,11 +156,14 @@ def _own_values(module: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 _PLAIN: Final = (bool, int, float, str, bytes, complex, type(None))
 _DEEPEST: Final = 6  # objects inside of objects
+_LARGEST: Final = 4096  # items of a container that are looked at in every step: more are data, not settings
 
 
 def _frozen(value: Any, depth: int = 0) -> Any:
     if isinstance(value, _PLAIN):
         return type(value), value
+    if isinstance(value, (list, tuple, set, frozenset, dict)) and len(value) > _LARGEST:
+        return id(value), len(value)
     if depth < _DEEPEST and isinstance(value, (list, tuple, set, frozenset)):
         return type(value), tuple(_frozen(item, depth + 1) for item in value)
     if depth < _DEEPEST and isinstance(value, dict):
