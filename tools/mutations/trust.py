@@ -162,7 +162,11 @@ TRUST: tuple[Mutation, ...] = (
             '        node.meta.pop("stack_trace", None)\n',
             '        node.meta.get("stack_trace", None)\n',
         ),
-        ("an export is not compared", "        if not (off <= TOLERANCE and", "        if not (off <= 1.0 and"),
+        (
+            "an export is not compared",
+            "        if not (off <= TOLERANCE and off_logits <= allowed):",
+            "        if False:",
+        ),
         ("a stamp is left behind", "    if not certificate.for_release:", "    if False:"),
         (
             "an export counts the training data",
