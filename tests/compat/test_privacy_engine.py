@@ -420,6 +420,24 @@ def test_a_gradient_that_does_not_reach_the_model_is_refused(tmp_path: Path) -> 
             Script(tmp_path / str(number)).step(loss)
 
 
+class Branching(nn.Linear):
+    """A model that looks at values."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input * 2 if input.max() > 1 else input)
+
+
+def test_a_model_that_branches_on_values_is_refused(tmp_path: Path) -> None:
+    model = Branching(4, CLASSES)
+    parts = {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    _, model, optimizer, loader = make(tmp_path, **parts)
+    inputs, targets = next(iter(loader))
+    with pytest.raises(PrivacyError, match="a value was read"):
+        F.cross_entropy(model(inputs), targets).backward()
+    with pytest.raises(PrivacyError, match=r"needs loss\.backward"):
+        optimizer.step()
+
+
 def test_functions_that_bypass_the_recording_are_refused(tmp_path: Path) -> None:
     script = Script(tmp_path)
     inputs, targets = next(iter(script.loader))

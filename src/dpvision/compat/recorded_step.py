@@ -219,7 +219,8 @@ class Draw:
 
         with torch.no_grad():
             plain_args, plain_kwargs = tree_map(value, (tuple(args), dict(kwargs)))
-            result = function(*plain_args, **plain_kwargs)
+            run = self._model if function is _MODEL else function  # a model that branches on values
+            result = run(*plain_args, **plain_kwargs)
         return tree_map(lambda x: x.as_subclass(ReadTensor) if isinstance(x, Tensor) else x, result)
 
     def value(self, ref: _Ref) -> Any:
