@@ -34,7 +34,7 @@ def write_discs(path: Path, *, patients: int = 10, test_patients: int = 4, class
     for start, first, number, seed in (("", 0, patients, 0), ("test_", patients, test_patients, 1)):
         owners = np.repeat(first + np.arange(number), [1 + patient % 5 for patient in range(number)])
         images, masks = discs(len(owners), seed=seed, classes=classes)
-        arrays |= {f"{start}images": images, f"{start}masks": masks, f"{start}patient": owners}
+        arrays |= {f"{start}images": images, f"{start}masks": masks, f"{start}patient": owners + 100 * seed}
     arrays["test_masks"][0] = 0
     np.savez(path, **arrays)
     return path

@@ -85,7 +85,7 @@ def test_a_count_far_from_the_truth_is_not_called_declared(pictures: Path, monke
     monkeypatch.setattr(noise, "standard_normals", lambda key, count: [20.0])
     for privacy, words in (({}, "was counted with noise as"), ({"num_units": 500}, "is declared as 500")):
         notes = prepare(config_of(pictures, privacy=privacy), Keys.from_seed(1)).notes
-        assert [words in note for note in notes] == [True], notes
+        assert sum(words in note for note in notes) == 1, notes
 
 
 def test_an_occupied_folder_is_refused_before_the_units_are_counted(

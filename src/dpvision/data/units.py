@@ -103,7 +103,9 @@ def owner_hint(files: Sequence[str]) -> str | None:
     """
     tried: list[tuple[str, str, list[str | None]]] = []
     for pattern in _PERSONS:
-        tried.append((f"--unit-pattern '{pattern}'", "file names", _from_pattern(files, f"(?i){pattern}")))
+        found = _from_pattern(files, f"(?i){pattern}")
+        word = next((owner.rstrip("0123456789") for owner in found if owner), "")
+        tried.append((f"--unit-pattern '^({re.escape(word)}\\d+)'", "file names", found))
     depth = min((file.count("/") for file in files), default=0)
     for level in range(2, min(depth, 3) + 1):
         folders = _from_folders(files, level)

@@ -126,7 +126,8 @@ def _slices(folder: Path, channels: int, side: int) -> Path:
             inside = tuple(slice(first, first + side // 2) for first in corner)
             masks[row][inside] = 1
         images += 99 * masks[:, None]
-        arrays |= {f"{start}images": images, f"{start}masks": masks, f"{start}patient": np.arange(count) // 2}
+        patients = np.arange(count) // 2 + (_UNITS if start else 0)  # no patient is in both
+        arrays |= {f"{start}images": images, f"{start}masks": masks, f"{start}patient": patients}
     return write_npz(path, arrays)
 
 
