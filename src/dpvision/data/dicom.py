@@ -144,11 +144,8 @@ def _decoded(found: Any, frame: int) -> NDArray[Any]:
     try:
         return pixel_array(found, index=frame)
     except (AttributeError, ValueError, RuntimeError, NotImplementedError, KeyError) as error:
-        syntax = getattr(getattr(found, "file_meta", None), "TransferSyntaxUID", None)
-        name = getattr(syntax, "name", "unknown")
-        raise BadFile(
-            f"its pixels ({shown(name)}) can't be decoded: {brief(str(error).splitlines()[0], most=60)}"
-        ) from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadFile(f"can't be decoded: {brief(reason, most=60)}") from error
 
 
 def _colours(pixels: NDArray[Any], found: Any, kind: str) -> NDArray[np.uint8]:
