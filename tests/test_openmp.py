@@ -98,6 +98,7 @@ def test_the_runtime_that_torch_loads_reads_the_bound_of_the_command() -> None:
     assert f"GOMP_SPINCOUNT = '{SPIN_COUNT}'" in done.stderr
 
 
+@pytest.mark.slow
 def test_how_long_threads_spin_changes_no_bit_of_a_private_gradient() -> None:
     bits = {run(_STEP), run(_STEP, OMP_WAIT_POLICY="passive"), run(_STEP, GOMP_SPINCOUNT="300000")}
     assert len(bits) == 1

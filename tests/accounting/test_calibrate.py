@@ -169,7 +169,11 @@ def test_the_smallest_float_as_a_target_is_no_traceback() -> None:
     facts = {**FACTS, "target_epsilon": 5e-324}
     with pytest.raises(ArgumentError, match="does not allow a single step"):
         calibrate_steps(expected_batch_size=100.0, noise_multiplier=1.0, **facts)
-    # Delta alone covers draws that are rare enough.
+
+
+@pytest.mark.slow
+def test_delta_alone_covers_draws_that_are_rare_enough() -> None:
+    facts = {**FACTS, "target_epsilon": 5e-324}
     assert 0 < calibrate_expected_batch_size(noise_multiplier=1.0, steps=10, **facts) < 1
 
 

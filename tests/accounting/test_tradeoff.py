@@ -188,6 +188,10 @@ def test_more_proved_pairs_never_loosen_the_bound() -> None:
 def test_the_full_profile_ends_at_the_smallest_delta_that_can_be_proved() -> None:
     short = full_profile(SETTINGS[0], delta=1e-5)
     assert short.epsilons[-1] == guarantee(SETTINGS[0], delta=1e-8).epsilon
+
+
+@pytest.mark.slow
+def test_the_full_profile_of_very_many_steps_ends_where_rounding_errors_do() -> None:
     many = charges(0.001, 20.0, 10**7)  # so many steps leave rounding errors above 1e-8
     assert full_profile(many, delta=1e-5).epsilons[-1] == guarantee(many, delta=1e-7).epsilon
     with pytest.raises(ArgumentError, match="delta must be >"):

@@ -33,6 +33,8 @@ from dpvision import models
 from dpvision.errors import ArgumentError, DPVisionError
 from dpvision.kernels.memory import give_back_freed_memory
 
+pytestmark = pytest.mark.slow  # they measure, and start many processes
+
 TINY = Workload.of("shoefit_cnn", batch=4)
 EVERYBODY = [one.name for one in ALL if not one.compiles and one.name != "jax-privacy"]
 

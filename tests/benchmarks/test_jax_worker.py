@@ -30,6 +30,8 @@ from dpvision.config import Performance
 from dpvision.errors import ArgumentError
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
 
+pytestmark = pytest.mark.slow  # they measure, and start many processes
+
 TINY = Workload.of("shoefit_cnn", batch=4)
 # A step takes at least the seconds that the fake tells. Without the pause, a question and its answer take 8.5e-6 s when
 # both processes share a core, and a fake that tells more than that is rightly refused.

@@ -250,7 +250,7 @@ HOSTILE: dict[Loss, str] = {
     an_output_scaled_in_place: "writes into a tensor",
     a_penalty_on_weights: "trainable tensor outside",
     a_part_of_the_model: "trainable tensor outside",
-    no_model: "does not use the model",
+    no_model: "it does not use model",
     a_loss_per_row: "Reduce it",
     one_class_only: "a value was read",
     a_number_per_place: "rows do not stay apart",

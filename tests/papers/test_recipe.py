@@ -322,7 +322,8 @@ def test_scale_cpu_takes_the_reduced_version() -> None:
 
     name = "cifar10-scaleresnet9-eps3"
     config = build_config({}, recipe=name, scale="cpu")
-    assert config == find_recipe(name).cpu
+    assert config == find_recipe(name).at("cpu")
+    assert config.name == "cifar10-scaleresnet9-eps3-cpu"
 
 
 @pytest.mark.parametrize(

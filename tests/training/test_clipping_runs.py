@@ -26,7 +26,7 @@ from dpvision.release.verify import verify
 from dpvision.training import resume_training, train
 from frozen_runs import EXTRA_IMAGES, released_files, run_frozen
 from grads_support import distance, total_norm
-from tiny_runs import tiny_config, write_images
+from tiny_runs import interrupt_run, tiny_config, write_images
 
 NEW: tuple[Clipping, ...] = ("automatic", "per_layer")
 MECHANISM = Mechanism(num_units=600, expected_batch_size=20.5, clip_norm=0.37, noise_multiplier=1.1, steps=10)
@@ -143,7 +143,7 @@ def test_the_style_reaches_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_run_with_another_style_is_not_resumed_as_the_same(tmp_path: Path) -> None:
     pictures = write_images(tmp_path / "pictures.npz")
-    train(tiny_config(pictures), run=tmp_path / "run", seed=1)
+    interrupt_run(tmp_path / "run", tiny_config(pictures), after=5, seed=1)
     path = next((tmp_path / "run" / "private").glob("config*.json"))
     path.write_text(path.read_text().replace('"clipping": "flat"', '"clipping": "automatic"'))
     with pytest.raises(PrivacyError, match=r"plan of this run changed since it began \(clipping\)"):

@@ -42,7 +42,7 @@ def write_findings(root: Path, *, train: int = 60, test: int = 60) -> Path:
                 cells[0] = "-1.0"
             if number % 5 == 0:
                 cells[1] = ""
-            rows.append([f"{split}/{number}.png", f"p{number // 2}", *cells])
+            rows.append([f"{split}/{number}.png", f"{split} p{number // 2}", *cells])
     with (root.parent / "labels.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["Path", "patient", *NAMES], *rows])
     return root.parent / "labels.csv"
@@ -97,10 +97,10 @@ def test_one_table_serves_findings_and_patients(labels: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda text: text.replace("train/3.png,p1,", "train/3.png,p1,maybe"), "must be 1, 0, -1"),
+        (lambda text: text.replace("train/3.png,train p1,", "train/3.png,train p1,maybe"), "must be 1, 0, -1"),
         (lambda text: text.replace("train/3.png", "train/300.png"), "not in the folder"),
         (lambda text: "\n".join(line for line in text.splitlines() if "train/3.png" not in line), "no row for 1"),
-        (lambda text: text + "train/3.png,p1,0,0,0\n", "twice"),
+        (lambda text: text + "train/3.png,train p1,0,0,0\n", "twice"),
         (lambda text: text.replace("Path,", "what,"), "heading"),
         (lambda text: text.replace("Edema", "Oedema"), "no column for Edema"),
     ],

@@ -25,7 +25,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
         model={"name": "linear"},
         privacy={"target_epsilon": 3.0, "delta": 1e-4, "expected_batch_size": 256, "steps": 3, "clip_norm": 1.0},
         optimizer={"name": "sgd", "learning_rate": 2.0},
-        evaluation={"every": 1},
+        evaluations=6,
     )
     return dpvision.train(config, run=tmp_path_factory.mktemp("notebook") / "<run>")
 

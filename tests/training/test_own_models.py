@@ -25,7 +25,7 @@ from dpvision.release.verify import verify
 from dpvision.storage.files import json_bytes
 from dpvision.training import resume_training, train
 from tiny_masks import tiny_mask_config, write_discs
-from tiny_runs import CLASSES, SIDE, StopAfter, synthetic_images, tiny_config, write_images
+from tiny_runs import CLASSES, SIDE, StopAfter, interrupt_run, synthetic_images, tiny_config, write_images
 
 MODEL = """
 import torch
@@ -283,10 +283,11 @@ def test_a_release_with_an_own_model_asks_for_it_and_executes_nothing_unnamed(
 ) -> None:
     (place / "my_model.py").write_text(f"open({str(place / 'executed')!r}, 'w').close()\n{MODEL}")
     train(own_config(place), run=place / "run")
+    interrupt_run(place / "stopped", own_config(place), after=5)
     (place / "executed").unlink()
     monkeypatch.chdir(place)  # the file that the release names lies here
     Image.fromarray(np.zeros((SIDE, SIDE), np.uint8)).save(place / "new.png")
-    for command in (("evaluate", "run"), ("predict", "run", "new.png"), ("resume", "run"), ("verify", "run")):
+    for command in (("evaluate", "run"), ("predict", "run", "new.png"), ("resume", "stopped"), ("verify", "run")):
         result = dpvision(*command)
         assert result.exit_code == (0 if command[0] == "verify" else 2), result.output
         if command[0] != "verify":
@@ -299,10 +300,11 @@ def test_a_release_with_an_own_model_asks_for_it_and_executes_nothing_unnamed(
 def test_a_changed_source_is_refused_before_it_is_executed(place: Path) -> None:
     model = f"{place / 'my_model.py'}:small"
     train(own_config(place), run=place / "run")
+    interrupt_run(place / "stopped", own_config(place), after=5)
     (place / "parts.py").write_text(f"open({str(place / 'executed')!r}, 'w').close()\n{PARTS}")
     Image.fromarray(np.zeros((SIDE, SIDE), np.uint8)).save(place / "new.png")
-    for command in (("evaluate",), ("predict", place / "new.png"), ("resume",)):
-        result = dpvision(command[0], place / "run", *command[1:], "--model", model)
+    for command in (("evaluate", "run"), ("predict", "run", place / "new.png"), ("resume", "stopped")):
+        result = dpvision(command[0], place / command[1], *command[2:], "--model", model)
         assert result.exit_code == 2, result.output
         assert "my_model.py is not the source that was meant" in result.stderr
     assert not (place / "executed").exists()
@@ -310,7 +312,8 @@ def test_a_changed_source_is_refused_before_it_is_executed(place: Path) -> None:
 
 def test_code_is_not_accepted_for_a_run_that_has_none(place: Path) -> None:
     train(tiny_config(place / "images.npz"), run=place / "run")
-    for command in (("evaluate", place / "run"), ("resume", place / "run")):
+    interrupt_run(place / "stopped", tiny_config(place / "images.npz"), after=5)
+    for command in (("evaluate", place / "run"), ("resume", place / "stopped")):
         result = dpvision(*command, "--model", f"{place / 'my_model.py'}:small")
         assert result.exit_code == 2
         assert "is linear, which is not own code. Leave --model out" in result.stderr

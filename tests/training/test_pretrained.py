@@ -254,6 +254,7 @@ def test_a_run_whose_weights_are_gone_or_changed_is_not_resumed(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_exactly_while_its_weights_are_there(weights: Path, tmp_path: Path) -> None:
     config = left_open(write_folder(tmp_path / "scans"))
     interrupt_run(tmp_path / "run", config, after=3)

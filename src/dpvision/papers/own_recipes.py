@@ -41,7 +41,7 @@ def demo() -> Recipe:
         privacy=PrivacyConfig(
             target_epsilon=3.0, delta=1e-4, num_units=1437, expected_batch_size=1437, steps=60, clip_norm=25.0
         ),
-        optimizer=sgd(0.015),
+        optimizer=sgd(0.01),
     )
     return Recipe(
         config=config,
