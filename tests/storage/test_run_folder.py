@@ -300,6 +300,7 @@ def test_the_certificate_is_withdrawn_before_the_ledger_grows(tmp_path: Path) ->
     longer.charge(STEP, step=4)
     assert not (folder.release / CERTIFICATE).exists()
     assert not (folder.release / MANIFEST).exists()
+    again._released.unlink()  # runs of older versions have none: the withdrawn certificate remembers the length, too
     short = folder.ledger_path.read_bytes().splitlines(keepends=True)[:4]
     folder.ledger_path.write_bytes(b"".join(short))
     with pytest.raises(TamperError, match="rolled back: 4 of 6"):
