@@ -325,3 +325,18 @@ def test_the_result_says_nothing_of_its_values() -> None:
     inputs, targets = rows(2)
     text = repr(clipped_sum(seeded(small_cnn), cross_entropy, inputs, targets, clip_norm=0.5))
     assert text == "ClippedSum(12 parameters, clip_norm=0.5, sensitive)"
+
+
+def test_a_sum_is_the_same_inside_autocast() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    images, labels = torch.randn(6, 3, 8, 8), torch.randint(0, 4, (6,))
+
+    def total() -> dict[str, torch.Tensor]:
+        loss_fn = nn.CrossEntropyLoss(reduction="none")
+        return dict(clipped_sum(model, loss_fn, images, labels, clip_norm=1.0).gradients)  # pyright: ignore
+
+    plain = total()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = total()
+    assert all(torch.equal(plain[name], inside[name]) for name in plain)

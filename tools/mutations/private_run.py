@@ -31,11 +31,6 @@ PRIVATE_RUN = (
         ("own loop: lost steps are given back", "privatizer.planned - privatizer.spent))", "privatizer.planned))"),
         ("own loop: the seed is released", 'if name != "seed"}', "}"),
         (
-            "own loop: a step computes in half precision",
-            "torch.autocast(kind, enabled=False)",
-            "torch.autocast(kind, enabled=torch.is_autocast_enabled(kind))",
-        ),
-        (
             "own loop: a count is not charged",
             "charges = [] if counted is None else [counted.event]",
             "charges = []",
@@ -123,5 +118,14 @@ PRIVATE_RUN = (
             "        pass  # as",
         ),
         ("own rows: collate may make more rows", "        if number_of_rows(tree) != 1:", "        if False:"),
+    ),
+    *mutations(
+        "gradients/test_clipped_sum",
+        "gradients/clipped_sum.py",
+        (
+            "own loop: a step computes in half precision",
+            "            if torch.is_autocast_enabled(device):",
+            "            if False:",
+        ),
     ),
 )

@@ -54,7 +54,7 @@ COUNT_NOISE = 15.0
 _MOST_UNITS_AT_ONCE = 2**20
 
 
-_ONE_STEP = threading.Lock()
+_ONE_STEP = threading.RLock()
 _stepping: list[int] = []
 
 
@@ -823,12 +823,10 @@ def _measured(metrics: Mapping[str, float], evaluated_on: str | None) -> dict[st
 
 @contextmanager
 def _step_context(device: torch.device, seed: int) -> Iterator[None]:
-    """Compute with gradients and in the parameters' own precision; random layers draw from the step's own seed."""
+    """Compute with gradients; random layers draw from the step's own seed. ``clipped_sum`` switches autocast off."""
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.enable_grad())
-        for kind in {"cpu", device.type}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]))
         torch.manual_seed(seed)
         yield
