@@ -34,16 +34,7 @@ SEPARABILITY = (
             "state.outer * times[state.dim + shift], state.inner)",
             "state.outer, state.inner * times[state.dim + shift])",
         ),
-        (
-            "proof: products may sum over the rows of the left side",
-            "        if left.dim == a - 1:\n",
-            "        if False:\n",
-        ),
-        (
-            "proof: products may sum over the rows of the right side",
-            "        if b == 1 or right.dim == b - 2:\n",
-            "        if False:\n",
-        ),
+        ("proof: products may sum over the rows", "    if any(summed):\n", "    if False:\n"),
         (
             "proof: products may bring rows together",
             "    if len(places) > 1:\n        raise MixesRows",

@@ -931,15 +931,15 @@ def product(call: Call) -> State:
     a, b = (call.rank(name) for name in names)
     rank = len(call.shape)
     places: set[State] = set()
+    # Where one side has its rows in the summed dimension, the other has as many entries there, and so has rows too.
+    summed = (isinstance(left, Rows) and left.dim == a - 1, isinstance(right, Rows) and right.dim == max(b - 2, 0))
+    if any(summed):
+        raise MixesRows("sums over the rows")
     if isinstance(left, Rows):
-        if left.dim == a - 1:
-            raise MixesRows("sums over the rows")
         # Of the left matrix, all dimensions but the last are those of the result.
         offset = left.dim - (a - 1)  # negative, counted from the summed dimension
         places.add(Rows(rank + offset if b == 1 else rank - 1 + offset, left.outer, left.inner))
     if isinstance(right, Rows):
-        if b == 1 or right.dim == b - 2:
-            raise MixesRows("sums over the rows")
         if right.dim == b - 1:
             places.add(Rows(rank - 1, right.outer, right.inner))
         else:
