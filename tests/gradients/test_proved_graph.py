@@ -495,12 +495,12 @@ class Counting(TorchDispatchMode):
     seen = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen += func is torch.ops.aten.tanh.default
+        self.seen += func is torch.ops.aten.sin.default  # for which there is no layer of ours
         return func(*args, **(kwargs or {}))
 
 
 def test_no_mode_sees_the_operations_of_a_step() -> None:
-    model, batch = Between(torch.tanh), rows(11)
+    model, batch = Between(torch.sin), rows(11)
     performance = Performance(microbatch_size=11)
 
     def step() -> None:

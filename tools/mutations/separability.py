@@ -150,7 +150,6 @@ SEPARABILITY = (
             "    return elementwise if torch.Tag.pointwise in target.tags else None\n",
             "    return elementwise\n",
         ),
-        ("proof: rows may be permuted", '        raise MixesRows("numbers the rows")\n', "        pass\n"),
     ),
     *mutations(
         "gradients/test_proved_graph",
@@ -179,11 +178,6 @@ SEPARABILITY = (
             "proof: an argument that is returned as it is may be written",
             "        if operation_name(node.target) in _MAY_RETURN_ITS_ARGUMENT and not draws_random(node):\n",
             "        if False:\n",
-        ),
-        (
-            "proof: dropout in front of an in-place operation is taken for a view",
-            " in _MAY_RETURN_ITS_ARGUMENT and not draws_random(node):\n",
-            " in _MAY_RETURN_ITS_ARGUMENT:\n",
         ),
         (
             "proof: losses need not have a row",
