@@ -32,6 +32,7 @@ from dpvision.gradients.separability import blind_batch
 from dpvision.models.losses import loss_for
 from dpvision.models.scattering import Scattering
 from dpvision.privacy.values import Microbatch
+from hostile_table import Applied
 
 WIDTH, CLASSES = 6, 4
 
@@ -48,17 +49,6 @@ class Between(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.between(self.first(x)))
-
-
-class Applied(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 class Cnn(nn.Module):

@@ -64,7 +64,7 @@ class Recipe:
         return f"{self.accuracy:g} % {where}{f' ({self.figure})' if self.figure else ''}".replace("  ", " ")
 
     def at(self, scale: str) -> RunConfig:
-        """Return the configuration at a scale. No forecast refuses it: a recipe is somebody's decision already.
+        """Return the configuration at a scale. No forecast refuses it: a recipe is a decision that was made before.
 
         Args:
             scale: ``paper`` or ``cpu``.
