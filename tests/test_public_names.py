@@ -20,19 +20,22 @@ NAMES = [
     "PrivateRun",
     "Privatizer",
     "RunConfig",
+    "SearchSettings",
+    "ShardedOptimizer",
     "__version__",
     "check_model",
     "clipped_sum",
     "count_units",
     "export",
     "load",
-    "load_model",
     "resume_training",
     "train",
+    "tune",
     "verify",
 ]
 PACKAGES = [
     "accounting",
+    "analyze",
     "audit",
     "compat",
     "data",
@@ -44,6 +47,7 @@ PACKAGES = [
     "privacy",
     "release",
     "training",
+    "tune",
 ]
 
 
@@ -55,6 +59,10 @@ def test_the_public_names_are_these() -> None:
 @pytest.mark.parametrize("name", [*NAMES, *PACKAGES])
 def test_every_public_name_can_be_imported(name: str) -> None:
     assert getattr(dpvision, name) is not None
+
+
+def test_the_former_name_of_load_still_works() -> None:
+    assert dpvision.load_model is dpvision.load
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -3,7 +3,7 @@
     python -m tools.audit_table --repeats 20
 
 A breakage is planted from outside, by replacing one function of the step path while an audit runs: there is no switch
-for it in the package. The model is linear, on made-up pictures of 8×8 pixels. A repeat of all cases
+for it in the package. The model is linear, on synthetic images of 8×8 pixels. A repeat of all cases
 takes about twenty seconds of a core.
 """
 
@@ -48,12 +48,12 @@ def noise_divided(factor: float) -> Iterator[None]:
     """Less noise than was charged; none at all if the factor is infinite."""
     real = private_step.noisy_mean
 
-    def weaker(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> PrivateGrad:
+    def weaker(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, **more: Any) -> PrivateGrad:
         if factor == float("inf"):
             means = {name: value / mechanism.divisor for name, value in clipped.gradients.items()}
-            return PrivateGrad(means, step, proof=values.PROOF_OF_NOISE)  # pyright: ignore[reportPrivateUsage]
+            return PrivateGrad(means, more["step"], proof=values.PROOF_OF_NOISE)  # pyright: ignore[reportPrivateUsage]
         less = replace(mechanism, noise_multiplier=mechanism.noise_multiplier / factor)
-        return real(clipped, less, keys, step=step)
+        return real(clipped, less, keys, **more)
 
     with mock.patch.object(private_step, "noisy_mean", weaker):
         yield
@@ -97,7 +97,7 @@ def charges_lost() -> Iterator[None]:
 
 @contextmanager
 def views_one_by_one() -> Iterator[None]:
-    """Every view of a picture is clipped by itself."""
+    """Every view of an image is clipped by itself."""
     real = DrawnBatch.microbatches
 
     def apart(self: DrawnBatch, units: int) -> Iterator[Microbatch]:

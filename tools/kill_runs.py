@@ -57,10 +57,20 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @final
 class Board:
-    """Memory that parent and child share: the part of its life that the child is in, and how long each part took."""
+    """Memory that parent and child share: the part of its life that the child is in, and how long each part took.
 
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+    Args:
+        path: a file to map, for processes that are no forks of each other; made if it is not there.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        if path is None:
+            self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+            return
+        if not path.exists():
+            path.write_bytes(bytes(mmap.PAGESIZE))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), mmap.PAGESIZE)
 
     def clear(self) -> None:
         """Before a new life."""
@@ -178,7 +188,7 @@ def live(life: Life, board: Board) -> None:
     from dpvision.errors import DPVisionError
     from dpvision.training import resume_training, train
 
-    _tell(board, life.drawn)
+    tell(board, life.drawn)
     if life.run.exists():
         try:
             resume_training(life.run)
@@ -196,7 +206,7 @@ def live(life: Life, board: Board) -> None:
     train(parse_config(life.config), run=life.run, seed=life.seed)
 
 
-def _tell(board: Board, drawn: Path) -> None:
+def tell(board: Board, drawn: Path) -> None:
     """Make the library say where it is, and note each noisy value after it was drawn. Only in a child."""
     from dpvision.privacy import private_step
     from dpvision.storage.run_folder import RunFolder

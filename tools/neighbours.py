@@ -4,7 +4,7 @@ Usage: python -m tools.neighbours [--pairs 10000] [--seed 0]
 
 Each setting is a small random network (convolutions of all kinds, norms, weight standardisation, tied layers, layers
 without a rule, a segmentation network), a way of clipping, a number of rows and views a unit, kernels on or off, a
-micro-batch size, and weights and pictures that may be extreme. Units are drawn by ``ImageBatches`` and summed by
+micro-batch size, and weights and images that may be extreme. Units are drawn by ``ImageBatches`` and summed by
 ``clipped_sum_of_batch``, as a training step does it, once without and once with one more unit. Prints the largest
 distance of two neighbouring sums in units of ``clip_norm``, and fails if it exceeds 1 + 1e-5, or if a unit that was not
 drawn moved anything at all.

@@ -3,6 +3,7 @@
 - README, CONTRIBUTING and CHANGELOG stay in the root of the repository and become pages of the site.
 - A link to another file outside ``docs/``, such as a test, becomes its text: that file is not part of the site.
 - Headings get the anchors that repository hosts give them.
+- A mean and its spread ("9.0 ± 1.5") stay on one line.
 - ``reference/api.md`` gets one entry for each name in ``__all__`` of the package, read without importing it.
 """
 
@@ -48,9 +49,17 @@ def api_sections() -> str:
     """Return the body of the page of signatures, for mkdocstrings."""
     parts: list[str] = []
     for heading, classes in (("Functions", False), ("Classes", True)):
-        entries = [f"::: dpvision.{name}" for name in public_names() if name[0].isupper() == classes]
+        entries = [_api_entry(name) for name in public_names() if name[0].isupper() == classes]
         parts += [f"## {heading}", *entries]
     return "\n\n".join(parts)
+
+
+def _api_entry(name: str) -> str:
+    """Return the entry of a name; where a package has the same name, the function in it is meant."""
+    if not (ROOT / "src" / "dpvision" / name / "__init__.py").is_file():
+        return f"::: dpvision.{name}"
+    entry = f"::: dpvision.{name}.{name}\n    options:\n      heading: dpvision.{name}"
+    return f'<a id="dpvision.{name}"></a>\n\n{entry}'
 
 
 def site_links(text: str, *, source: str, page: str) -> str:
@@ -105,4 +114,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Change the links of a page, and fill in the page of signatures."""
     place = page.file.src_uri
     text = site_links(markdown, source=_SITE_PAGES.get(place, f"docs/{place}"), page=place)
+    text = re.sub(r"(?<=[\d%]) ± (?=\d)", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}", text)
     return text.replace(API_MARKER, api_sections()) if place == API_PAGE else text

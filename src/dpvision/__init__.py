@@ -19,16 +19,18 @@ if TYPE_CHECKING:
     from dpvision.exports.formats import export
     from dpvision.gradients.clipped_sum import clipped_sum
     from dpvision.gradients.plan import check_model
-    from dpvision.inference.load import load, load_model
+    from dpvision.inference.load import load_model as load
     from dpvision.privacy.ledger import Ledger
     from dpvision.privacy.mechanism import Guarantee, Mechanism
     from dpvision.privacy.private_step import Privatizer
     from dpvision.privacy.randomness import Keys
     from dpvision.privacy.sampling import PoissonSampler
+    from dpvision.privacy.sharded_step import ShardedOptimizer
     from dpvision.privacy.values import ClippedSum, PrivateGrad
     from dpvision.release.verify import verify
     from dpvision.training import resume_training, train
     from dpvision.training.private_run import PrivateRun, count_units
+    from dpvision.tune import SearchSettings, tune
 
 bound_spinning()  # without effect if torch is imported already, or if the user has decided
 __version__ = "0.1.0"
@@ -43,15 +45,17 @@ __all__ = [
     "PrivateRun",
     "Privatizer",
     "RunConfig",
+    "SearchSettings",
+    "ShardedOptimizer",
     "__version__",
     "check_model",
     "clipped_sum",
     "count_units",
     "export",
     "load",
-    "load_model",
     "resume_training",
     "train",
+    "tune",
     "verify",
 ]
 
@@ -66,18 +70,21 @@ _HOMES = {
     "PrivateRun": "training.private_run",
     "Privatizer": "privacy.private_step",
     "RunConfig": "config",
+    "SearchSettings": "tune.search_plan",
+    "ShardedOptimizer": "privacy.sharded_step",
     "check_model": "gradients.plan",
     "clipped_sum": "gradients.clipped_sum",
     "count_units": "training.private_run",
     "export": "exports.formats",
-    "load": "inference.load",
-    "load_model": "inference.load",
+    "load": "inference.load:load_model",
+    "load_model": "inference.load",  # the former public name: still works
     "resume_training": "training",
     "train": "training",
     "verify": "release.verify",
 }
 _PACKAGES = (
     "accounting",
+    "analyze",
     "audit",
     "compat",
     "data",
@@ -89,13 +96,15 @@ _PACKAGES = (
     "privacy",
     "release",
     "training",
+    "tune",
 )
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name or a package on first use."""
     if name in _HOMES:
-        return getattr(importlib.import_module(f"dpvision.{_HOMES[name]}"), name)
+        module, _, attribute = _HOMES[name].partition(":")
+        return getattr(importlib.import_module(f"dpvision.{module}"), attribute or name)
     if name in _PACKAGES:
         return importlib.import_module(f"dpvision.{name}")
     raise AttributeError(f"module 'dpvision' has no attribute {name!r}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from dpvision.own_code import is_own
 from dpvision.privacy.mechanism import Adjacency, Clipping, Mechanism, OrdinarySampling
 
 Task = Literal["classification", "segmentation"]
+Precision = Literal["float32", "bfloat16"]
 LossName = Literal["cross_entropy", "dice", "dice_cross_entropy", "binary_cross_entropy"]
 KNOWN_DATASETS: Final = ("digits", "mnist", "fashionmnist", "cifar10", "cifar100")
 """Names of data sources that are not paths."""
@@ -105,6 +106,8 @@ class DataConfig(Settings):
     """Skip and count images that can't be read."""
     holdout_fraction: Annotated[float, Flag("--holdout")] = Field(default=0.1, gt=0, lt=1)
     """Share of the units that is held out as the test split, between 0 and 1."""
+    validation: bool = False
+    """Hold units out of the training images and measure on them, although there is a test set, which is not read."""
     normalisation: Literal["auto", "published", "fixed", "none", "released"] = "auto"
     """Source of the pixel mean and std; released means estimated with noise, and charged."""
     statistics_noise_multiplier: float = Field(default=8.0, gt=0)
@@ -130,11 +133,14 @@ class DataConfig(Settings):
     public_classes: bool = False
     """Read the classes off the labels of a table, and declare them public."""
     frames: Literal["auto", "all", "first"] = "auto"
-    """Frames of a DICOM file and pages of a TIFF; auto takes all where their owner is known."""
+    """Frames of a DICOM file and pages of a TIFF; auto takes all where their owner is known. all takes the slices of
+    volumes in an .npz file too, along --volume-axis."""
     findings: str | None = None
-    """Multi-label targets: a CSV with the column file and one column per finding (1, 0, -1 or empty: unknown)."""
+    """Multi-label targets: a CSV with the column file and one column per finding (1, 0, -1 or empty: unknown). For an
+    .npz file whose labels are (N, findings): that file again."""
     findings_columns: str | None = None
-    """Columns of --findings to use, separated by commas. Default: all but those of file and unit."""
+    """Columns of --findings to use, separated by commas. Default: all but those of file and unit. Of an .npz file: the
+    names of all."""
     test_findings: str | None = None
     """Findings of the public test set. Default: --findings."""
     mask_classes: Literal["merged", "classes"] = "merged"
@@ -170,6 +176,8 @@ class DataConfig(Settings):
             )
         if self.unit_pattern is not None and _groups(self.unit_pattern) != 1:
             raise ValueError(f"unit_pattern must be a regular expression with one group, got {self.unit_pattern!r}")
+        if self.validation and self.test is not None:
+            raise ValueError("validation measures on held-out training images: leave test out, or validation")
         if self.findings is None and (self.findings_columns is not None or self.test_findings is not None):
             raise ValueError("findings_columns and test_findings need findings")
         names = self.class_list
@@ -185,6 +193,12 @@ class DataConfig(Settings):
     def class_list(self) -> tuple[str, ...] | None:
         """The declared classes, in the order of their numbers."""
         return None if self.classes is None else tuple(each.strip() for each in self.classes.split(","))
+
+    @property
+    def finding_list(self) -> tuple[str, ...] | None:
+        """The named findings, in the order of their numbers."""
+        names = tuple(each.strip() for each in (self.findings_columns or "").split(","))
+        return tuple(filter(None, names)) or None
 
     @property
     def name(self) -> str:
@@ -302,6 +316,8 @@ class TransferConfig(Settings):
     """Licence of the weights, for the certificate."""
     initialisation: Literal["weights", "mean_var"] = "weights"
     """Use the weights, or draw each layer with their mean and variance (mean_var)."""
+    draw: int | None = Field(default=None, ge=0, lt=2**31)
+    """With mean_var: number of the draw, so that runs can have the same one. Default: drawn from the run's key."""
     sha256: Annotated[str | None, NO_FLAG] = Field(default=None, pattern="^[0-9a-f]{64}$")
     """SHA-256 of the file. Written by the run if left out."""
     prior: Annotated[PriorRelease | None, NO_FLAG] = None
@@ -315,7 +331,19 @@ class TransferConfig(Settings):
             raise ValueError("head_steps must be given with trained=head_then_all, and only there")
         if self.initialisation == "mean_var" and self.trained != "all":
             raise ValueError("initialisation=mean_var draws every layer again, so it needs trained=all")
+        if self.draw is not None and self.initialisation != "mean_var":
+            raise ValueError("draw numbers the draws of initialisation=mean_var, and is for that alone")
         return self
+
+
+def _check_risk(text: str) -> None:
+    """Refuse a limit on attacks that is not written as ``AttackRisk`` reads it."""
+    from dpvision.accounting import AttackRisk
+
+    try:
+        AttackRisk.parse(text)
+    except ArgumentError as error:
+        raise ValueError(str(error)) from error
 
 
 @final
@@ -327,6 +355,9 @@ class PrivacyConfig(Settings):
     """Ordinary training: no guarantee at all."""
     target_epsilon: Annotated[float | None, FIRST] = Field(default=None, gt=0)
     """Hard budget limit, > 0: no step crosses it."""
+    target_risk: str | None = None
+    """Limit on membership attacks, instead of --target-epsilon: tpr:LIMIT@FPR or advantage:LIMIT, for example
+    tpr:0.05@0.01 (of the members at most 5 % are recognised where 1 % of the non-members are accused)."""
     delta: Annotated[float | None, FIRST] = Field(default=None, gt=0, lt=1)
     """Delta of the guarantee. Default: a power of ten below 1 / num_units."""
     noise_multiplier: float | None = Field(default=None, gt=0)
@@ -347,6 +378,9 @@ class PrivacyConfig(Settings):
     """Number of privacy units, declared public. Default: counted with noise, charged."""
     count_noise_multiplier: float | None = Field(default=None, gt=0)
     """Noise multiplier of that count, > 0. Default: from target_epsilon."""
+    accountant: Literal["pld", "rdp"] = "pld"
+    """Accountant that calibrates the noise to target_epsilon: rdp adds a little more, as in most papers. The guarantee
+    is the PLD bound with either."""
     most_rows_per_owner: int | None = Field(default=None, ge=1)
     """With --units rows: use at most this many rows of an owner, and bound their epsilon too."""
     privacy_unit: str | None = None
@@ -358,10 +392,14 @@ class PrivacyConfig(Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.enabled and self.target_epsilon is None and self.noise_multiplier is None:
-            raise ValueError("a private run needs target_epsilon or noise_multiplier")
+        if self.target_risk is not None:
+            _check_risk(self.target_risk)
+        if self.enabled and self.target_epsilon is None and self.noise_multiplier is None and self.target_risk is None:
+            raise ValueError("a private run needs target_epsilon, target_risk or noise_multiplier")
         if self.steps is not None and self.epochs is not None:
             raise ValueError("steps and epochs exclude each other: give one of them")
+        if self.accountant != "pld" and self.target_risk is not None:
+            raise ValueError("accountant=rdp calibrates to target_epsilon: a target_risk has no value by RDP")
         return self
 
 
@@ -505,8 +543,20 @@ class Performance(Settings):
     """Don't use the channels-last memory layout, which is faster on a CPU."""
     kernels: Literal["auto", "native", "compiled", "plain"] = "auto"
     """What computes: C++ (native), torch.compile (compiled) or PyTorch (plain); auto: native where available."""
+    precision: Precision = "float32"
+    """Precision of layers; bfloat16: autocast, for PyTorch's operations. Norms stay in float32, sums in float64."""
     memory_mib: int = Field(default=256, ge=1)
     """Memory that a micro-batch should stay near, in MiB; very small ones may take four times as much."""
+    partial_sums: int | None = Field(default=None, ge=1, le=1024)
+    """Partial sums of a step, a power of two: what processes share. Default: 8 under torchrun, 1 in one process."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.partial_sums is not None and self.partial_sums & (self.partial_sums - 1):
+            raise ValueError(f"partial_sums must be a power of two, got {self.partial_sums}")
+        if self.precision != "float32" and self.kernels in ("native", "compiled"):
+            raise ValueError(f"precision={self.precision} is for PyTorch's operations: kernels must be auto or plain")
+        return self
 
     def chosen_kernels(self) -> AbstractContextManager[None]:
         """Use native kernels inside the context, unless ``kernels`` excludes them."""
@@ -540,7 +590,7 @@ class RunConfig(Settings):
     """Don't use the installed pretrained weights where the model is left open."""
     cache_features: Annotated[Literal["memory", "disk", "off"], Flag(panel="transfer")] = "memory"
     """Where the features of a frozen backbone are kept; off: computed in every step."""
-    feature_precision: Annotated[Literal["float32", "bfloat16"], Flag(panel="transfer")] = "float32"
+    feature_precision: Annotated[Precision, Flag(panel="transfer")] = "float32"
     """Precision of those features; bfloat16 is faster where the processor has it."""
     evaluations: int = Field(default=10, ge=1)
     """Points of the curve on the public test set."""
@@ -646,9 +696,23 @@ class RunConfig(Settings):
         moved = {name: found(v) for name, v in given.items() if v is not None and v not in KNOWN_DATASETS}
         return self.model_copy(update={"data": self.data.model_copy(update=moved)})
 
+    @property
+    def absent_data(self) -> tuple[str, ...]:
+        """Files and folders of the data that are not there."""
+        given = (getattr(self.data, name) for name in _PATHS)
+        return tuple(each for each in given if each is not None and each not in KNOWN_DATASETS and not _exists(each))
+
     def with_normalisation(self, mean: tuple[float, ...] | None, std: tuple[float, ...] | None) -> RunConfig:
         """Return the same configuration with these pixel constants, one for each channel."""
         return self.model_copy(update={"data": self.data.model_copy(update={"mean": mean, "std": std})})
+
+
+def _exists(path: str) -> bool:
+    """Whether a path names anything; not if it can't be one."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):
+        return False
 
 
 def parse_config(values: dict[str, Any] | str | bytes) -> RunConfig:
@@ -665,10 +729,22 @@ def parse_config(values: dict[str, Any] | str | bytes) -> RunConfig:
     """
     try:
         if isinstance(values, dict):
+            problems = list(_undecodable(values))
+            if problems:
+                raise ArgumentError(" ".join(problems))
             return RunConfig.model_validate(values)
         return RunConfig.model_validate_json(values)
     except ValidationError as error:
         raise ArgumentError(validation_message(error)) from error
+
+
+def _undecodable(values: Any, key: str = "") -> Iterator[str]:
+    """Yield the keys of texts that no file can hold: of paths whose bytes are not UTF-8."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from _undecodable(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(values, str) and not values.isascii() and any("\ud800" <= letter <= "\udfff" for letter in values):
+        yield f"{key} must be text in UTF-8, got '{brief(values)}'. Rename the file or folder."
 
 
 def required(value: T | None, name: str) -> T:

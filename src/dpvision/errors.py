@@ -134,6 +134,11 @@ def some_of(items: Sequence[object], *, limit: int = SHOWN_ITEMS) -> str:
     return _first_of([shown(item) for item in items[:limit]], len(items))
 
 
+def counted(count: int, noun: str) -> str:
+    """Return "1 row" or "2 rows"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def _first_of(texts: Sequence[str], number: int) -> str:
     more = number - len(texts)
     return ", ".join(texts) + (f" and {more} more" if more else "")
@@ -223,6 +228,6 @@ def validation_message(error: ValidationError, *, whole: str = "configuration", 
         value = problem.get("input")
         plain = isinstance(value, (int, float, str))
         got = f", got {brief(repr(value) if isinstance(value, str) else value)}" if plain else ""
-        parts.append(f"{brief(where)}: {problem['msg']}{got}")
+        parts.append(f"{brief(where)}: {problem['msg'].removeprefix('Value error, ')}{got}")
     more = f" and {len(parts) - most} more" if len(parts) > most else ""
     return f"{'; '.join(parts[:most])}{more}"

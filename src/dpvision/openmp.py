@@ -40,3 +40,8 @@ def bound_spinning() -> bool:
         return False
     os.environ.update(_BOUNDS)
     return True
+
+
+def is_bounded() -> bool:
+    """Return whether the settings of this process are those of ``bound_spinning``."""
+    return all(os.environ.get(name) == value for name, value in _BOUNDS.items())

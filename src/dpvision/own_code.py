@@ -1,6 +1,6 @@
 """Own code: a model or a loss that the user wrote, named as FILE.py:FUNCTION or given as a Python object.
 
-A release names own code by file name, function and SHA-256, and never contains or executes it: whoever loads the
+A release names own code by file name, function and SHA-256, and never contains or executes it: anyone who loads the
 release names the code again, and the hash is compared before anything runs. The hash covers the file and every module
 beside it that it imports with an import statement, directly or through another one. These files are read once; what was
 hashed is what is executed, so that neither a cached .pyc nor a later edit comes between. Modules of other folders,
@@ -260,7 +260,7 @@ def load_code(text: str, *, kind: Kind, sha256: str | None = None) -> OwnCode:
         raise PrivacyError(
             f"{shown(Path(place).name)} is not the source that was meant: its SHA-256 is {source.sha256}, not {sha256}."
         )
-    with code_errors(f"can't import {shown(place)}"):
+    with code_errors(f"can't import {shown(place)}", module=place):
         if source is None:
             module = _imported(place)
         else:
@@ -289,15 +289,18 @@ def _imported(place: str) -> ModuleType:
 
 
 @contextmanager
-def code_errors(saying: str) -> Iterator[None]:
-    """Re-raise whatever a user's code raises as one line, exits included."""
+def code_errors(saying: str, *, module: str = "") -> Iterator[None]:
+    """Re-raise whatever a user's code raises as one line, exits included; ``module`` is the one being imported."""
     try:
         yield
     except DPVisionError:
         raise
     except (Exception, SystemExit) as error:
         reason = brief((str(error).splitlines() or [""])[0].rstrip("."))
-        hint = " For a file, write FILE.py:FUNCTION." if isinstance(error, ModuleNotFoundError) else ""
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        hint = "" if missing is None else f" Install {brief(missing)}, or leave its import out."
+        if missing is not None and module.partition(".")[0] == missing.partition(".")[0]:
+            hint = " For a file, write FILE.py:FUNCTION."
         raise ArgumentError(f"{saying}: {type(error).__name__}: {reason}.{hint}") from error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import runpy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -196,11 +195,3 @@ def test_a_plan_can_be_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ArgumentError, match="at least one row"):
         draw_plan([], tmp_path / "nothing.png")
-
-
-def test_the_example_of_the_page_on_accounting_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = Path(__file__).parents[2] / "docs" / "concepts" / "accounting.md"
-    example = page.read_text().split("```python\n")[1].split("```")[0]
-    (tmp_path / "example.py").write_text(example)
-    runpy.run_path(str(tmp_path / "example.py"))
-    assert capsys.readouterr().out.strip() == example.rsplit("# ", 1)[1].strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dpvision.accounting import (
+    AttackRisk,
     Charges,
     calibrate_expected_batch_size,
     calibrate_noise_multiplier,
     calibrate_steps,
+    full_profile,
     guarantee,
 )
 from dpvision.accounting.calibrate import SearchGrid, last_within
@@ -76,6 +79,27 @@ def test_noise_steps_and_batch_are_inverse_to_each_other(
     assert steps <= allowed <= steps * 1.002 + 1
     largest = calibrate_expected_batch_size(noise_multiplier=noise, steps=steps, **facts)
     assert batch * (1 - 1e-5) <= largest <= batch * 1.002
+
+
+def test_calibration_by_rdp_keeps_the_target_by_both_accountants_and_adds_noise() -> None:
+    facts = {"num_units": 50_000, "expected_batch_size": 1024, "steps": 2450, "target_epsilon": 7.5, "delta": 1e-5}
+    by_pld, by_rdp = (calibrate_noise_multiplier(accountant=which, **facts) for which in ("pld", "rdp"))
+    # 0.967 is what RDP gives for the papers' rate of 1 / 49; ours is 1024 / 50,000.
+    assert by_rdp == pytest.approx(0.969, rel=2e-3)
+    assert 0.88 * by_rdp < by_pld < 0.97 * by_rdp
+    event = Event(sample_rate=1024 / 50_000, noise_multiplier=by_rdp)
+    assert guarantee([(event, 2450)], delta=1e-5, accountant="rdp").epsilon <= 7.5
+    less = Event(sample_rate=1024 / 50_000, noise_multiplier=by_rdp * 0.999)
+    assert guarantee([(less, 2450)], delta=1e-5, accountant="rdp").epsilon > 7.5
+    assert guarantee([(event, 2450)], delta=1e-5).epsilon <= 7.5
+
+
+def test_calibration_by_rdp_to_a_limit_on_attacks_or_without_a_proof_is_refused() -> None:
+    facts = {"num_units": 1000, "expected_batch_size": 100, "steps": 10, "delta": 1e-5, "accountant": "rdp"}
+    with pytest.raises(ArgumentError, match="accountant must be pld with target_risk"):
+        calibrate_noise_multiplier(target_risk=AttackRisk.parse("tpr:0.05@0.01"), **facts)
+    with pytest.raises(ArgumentError, match="not proved"):
+        calibrate_noise_multiplier(target_epsilon=1.0, adjacency="replace_one", **facts)
 
 
 def test_calibrated_noise_is_what_was_used_before() -> None:
@@ -221,3 +245,61 @@ def test_the_search_finds_the_last_value_within_the_target(
         assert cost(found) <= target
         assert found == 10**7 or cost(found + 1) > target
     assert used <= 60
+
+
+def gaussian_risk(risk: AttackRisk, mu: float) -> float:
+    """What the best attack on one Gaussian release of shift mu reaches: a closed form."""
+    normal = NormalDist()
+    if risk.false_positive_rate is None:
+        return 2 * normal.cdf(mu / 2) - 1
+    return normal.cdf(mu + normal.inv_cdf(risk.false_positive_rate))
+
+
+RISKS = [AttackRisk(0.05, 0.01), AttackRisk(0.002, 0.001), AttackRisk(0.6, 0.1), AttackRisk(0.02), AttackRisk(0.5)]
+
+
+@pytest.mark.parametrize("risk", RISKS, ids=str)
+@pytest.mark.parametrize("steps", [1, 60])
+def test_noise_for_a_limit_on_attacks_is_the_closed_form_of_the_gaussian(risk: AttackRisk, steps: int) -> None:
+    facts: dict[str, Any] = {"num_units": 1000, "expected_batch_size": 1000, "steps": steps, "delta": 1e-5}
+    noise = calibrate_noise_multiplier(**facts, target_risk=risk)
+    exact = math.sqrt(steps) / risk.gaussian_shift
+    # Never less noise than the closed form needs, and at most 0.1 % more: grid of five digits, discretised losses.
+    assert exact * (1 - 1e-12) <= noise <= exact * 1.001
+    assert gaussian_risk(risk, math.sqrt(steps) / noise) <= risk.limit
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "zero_out", "replace_one"])
+@pytest.mark.parametrize("risk", [RISKS[0], RISKS[4]], ids=str)
+def test_calibrated_values_keep_the_limit_on_attacks_and_the_next_ones_do_not(
+    risk: AttackRisk, adjacency: Adjacency
+) -> None:
+    facts: dict[str, Any] = {"num_units": 1000, "delta": 1e-4, "adjacency": adjacency, "extra": STATISTICS}
+    noise = calibrate_noise_multiplier(expected_batch_size=100, steps=50, target_risk=risk, **facts)
+    steps = calibrate_steps(expected_batch_size=100, noise_multiplier=4.0, target_risk=risk, **facts)
+    batch = calibrate_expected_batch_size(noise_multiplier=4.0, steps=50, target_risk=risk, **facts)
+
+    def cost(batch: float, noise: float, steps: int) -> float:
+        event = Event(sample_rate=batch / 1000, noise_multiplier=noise)
+        return risk.bound(full_profile([(event, steps), *STATISTICS], delta=1e-4, adjacency=adjacency))
+
+    assert cost(100, noise, 50) <= risk.limit < cost(100, noise * 0.999, 50)
+    assert cost(100, 4.0, steps) <= risk.limit < cost(100, 4.0, steps + 1)
+    assert cost(batch, 4.0, 50) <= risk.limit
+    assert batch == 1000 or risk.limit < cost(batch * 1.0001, 4.0, 50)
+
+
+def test_one_target_is_given_and_not_two() -> None:
+    facts: dict[str, Any] = {"num_units": 1000, "expected_batch_size": 100, "steps": 10, "delta": 1e-5}
+    with pytest.raises(ArgumentError, match="got neither"):
+        calibrate_noise_multiplier(**facts)
+    with pytest.raises(ArgumentError, match="got both"):
+        calibrate_noise_multiplier(**facts, target_epsilon=1.0, target_risk=RISKS[0])
+
+
+def test_extra_charges_beyond_the_limit_on_attacks_are_refused() -> None:
+    extra: Charges = [(Event(sample_rate=1.0, noise_multiplier=0.5, purpose="normalisation"), 1)]
+    with pytest.raises(ArgumentError, match="target_risk must be above what the extra charges cost"):
+        calibrate_noise_multiplier(
+            num_units=1000, expected_batch_size=100, steps=10, delta=1e-5, target_risk=RISKS[0], extra=extra
+        )

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpvision.accounting import (
+    AttackRisk,
     Charges,
     Profile,
+    advantage_bound,
     balanced_accuracy_bound,
     cautions,
     describe,
@@ -287,3 +289,53 @@ def test_a_profile_beyond_every_exponential_is_still_a_bound(rate: float) -> Non
     for false_positives in (0.0, 0.01):
         assert true_positive_bound(profile, false_positive_rate=false_positives) >= rate * (1 - 1e-6)
     assert gaussian_dp(profile).mu <= profile.most_mu
+
+
+def gaussian_advantage(mu: float) -> float:
+    """The best advantage of an attack on one Gaussian release of shift mu: a closed form."""
+    return 2 * NORMAL.cdf(mu / 2) - 1
+
+
+@pytest.mark.parametrize("mu", [0.05, 0.5, 1.0, 2.5])
+def test_the_bound_on_the_advantage_is_that_of_a_gaussian_and_never_below(mu: float) -> None:
+    bound = advantage_bound(full_profile(charges(1.0, 1 / mu, 1), delta=1e-5))
+    exact = gaussian_advantage(mu)  # itself rounded, hence 1e-12
+    assert exact * (1 - 1e-12) <= bound <= exact * (1 + 1e-4)
+
+
+def test_the_advantage_is_twice_the_balanced_accuracy_minus_one() -> None:
+    for setting in SETTINGS:
+        profile = full_profile(setting, delta=1e-5)
+        assert advantage_bound(profile) == pytest.approx(2 * balanced_accuracy_bound(profile) - 1, abs=1e-12)
+        assert advantage_bound(profile) == pytest.approx(profile.deltas[0], rel=1e-12)
+    assert advantage_bound(Profile.from_pairs([])) == 1.0
+
+
+@pytest.mark.parametrize("text", ["tpr:0.05@0.01", "advantage:0.1", "tpr:0.001@1e-05"])
+def test_a_limit_on_attacks_is_read_as_it_is_written(text: str) -> None:
+    assert str(AttackRisk.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "0.05", "tpr:0.05", "advantage:0.1@0.2", "auc:0.6", "tpr:0.05@0.01@0.2", "tpr:x@0.1", "tpr:0.01@0.01"),
+        *("tpr:0.005@0.01", "tpr:1@0.01", "advantage:0", "advantage:1", "advantage:nan", "tpr:nan@0.1", "tpr:0.1@nan"),
+        *("tpr:0.1@0", "tpr:0.1@-1"),
+    ],
+)
+def test_a_limit_that_guessing_reaches_or_that_is_no_limit_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentError, match="target_risk"):
+        AttackRisk.parse(text)
+
+
+@pytest.mark.parametrize("risk", [AttackRisk(0.05, 0.01), AttackRisk(0.4, 0.1), AttackRisk(0.1), AttackRisk(0.6)])
+def test_the_gaussian_of_a_limit_reaches_it_exactly(risk: AttackRisk) -> None:
+    mu, rate = risk.gaussian_shift, risk.false_positive_rate
+    reached = gaussian_advantage(mu) if rate is None else gaussian_power(mu, rate)
+    assert reached == pytest.approx(risk.limit, rel=1e-9)
+    epsilon = risk.gaussian_epsilon(delta=1e-5)
+    assert float(gaussian_deltas(mu, np.array([epsilon]))[0]) == pytest.approx(1e-5, rel=1e-6)
+    # At its telling rate a test with this advantage finds exactly rate + limit.
+    if rate is None:
+        assert gaussian_power(mu, risk.telling_rate) == pytest.approx((1 + risk.limit) / 2, rel=1e-9)

@@ -150,7 +150,11 @@ def test_audits_on_made_up_pictures_are_attached_and_verified(private_run: Path)
         (("--recipe", "demo", "--option", "a=1", "--mechanism"), "belongs to --model"),
         (("no-such-folder",), "run folder"),
         (("some-run", "--mechanism", "--members", "x"), "belong to the attack"),
-        (("some-run", "--black-box"), "give --canaries"),
+        (("some-run", "--black-box"), "--black-box needs --canaries"),
+        (("some-run", "--mechanism", "--confidence", "0.9"), "--confidence needs --canaries"),
+        (("some-run", "--mechanism", "--epsilons", "8"), "--epsilons needs --reconstruction"),
+        (("some-run", "--ordinary-shadows"), "--ordinary-shadows needs --shadows"),
+        (("--reconstruction", "digits", "--shadows", "3"), "leave out --shadows"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: tuple[str, ...], said: str) -> None:

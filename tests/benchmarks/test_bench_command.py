@@ -54,6 +54,19 @@ def tiny_run() -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
+def test_options_of_the_model_are_part_of_the_workload() -> None:
+    relu, mish = (Workload.of("resnet9", batch=4, options=f"activation={name}") for name in ("relu", "mish"))
+    kinds = [{type(module) for module in workload.make_model().modules()} for workload in (relu, mish)]
+    assert [torch.nn.ReLU in each for each in kinds] == [True, False]
+    assert relu.title == "resnet9 (activation=relu), 32 px, batch 4"
+    with pytest.raises(ArgumentError, match="resnet9 has no option colour"):
+        Workload.of("resnet9", batch=4, options="colour=red")
+    result = dpvision(
+        "--option", "activation=tanh", "--batch", "2", "--repeats", "1", "--contenders", "eager", "--json"
+    )
+    assert json.loads(result.stdout)["results"][0]["workload"]["options"] == "activation=tanh"
+
+
 def rows_of(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
     (result,) = figures["results"]
     return {row["contender"]: row for row in result["rows"]}

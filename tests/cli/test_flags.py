@@ -15,39 +15,67 @@ import dpvision
 from dpvision.cli import app, command_with_flags
 from dpvision.cli.flags import OTHER_NAMES, named_by_flags, run_settings
 from dpvision.cli.train_command import build_config
-from dpvision.config import KNOWN_DATASETS, RunConfig, Settings
+from dpvision.config import KNOWN_DATASETS, RunConfig, Settings, parse_config
 from dpvision.data import dataset_names
-from dpvision.errors import DataError
+from dpvision.errors import ArgumentError, DataError
 
 FLAGS = {
-    "train": """--adjacency --anyway --averaging --averaging-decay --averaging-start-step --baseline
-        --cache-features --channels --checkpoint-every --classes --clip-norm --clipping --config
-        --count-noise-multiplier --crop-padding --data-dir --delta --device --epochs --erasing --evaluations
-        --expected-batch-size --feature-precision --file-column --findings --findings-columns --flip
-        --frames --head-steps --holdout --image-folder --image-size --initialisation --json --kernels
-        --label-column --learning-rate --licence --log --loss --mask-classes --memory-mib --microbatch-size
-        --model --momentum --most-rows-per-owner --name --nesterov --no-channels-last --no-pretrained
-        --no-privacy --noise-multiplier --normalisation --num-units --only-foreground --optimizer --option
-        --output --padding --privacy-unit --public-classes --public-data --quick --recipe --rotation
-        --rows-per-unit --scale --schedule --schedule-every-steps --schedule-factor
-        --schedule-final-fraction --skip-bad --split-column --stages --statistics-noise-multiplier --steps
-        --target-epsilon --task --test --test-findings --test-masks --threads --trained --transfer-source
-        --transfer-weights --unit-column --unit-csv --unit-folder-level --unit-norm --unit-pattern --units
-        --unsafe-seed --views --volume-axis --warmup-steps --weight-decay --window""",
-    "resume": "--device --fork --json --log --loss --model --threads",
-    "plan": """--adjacency --delta --epochs --expected-batch-size --json --noise-multiplier --num-units --plot
-        --scale-down --scale-up --steps --target-epsilon""",
+    "train": """--accountant
+        --adjacency --anyway --averaging --averaging-decay --averaging-start-step --baseline --cache-features
+        --channels --checkpoint-every --classes --clip-norm --clipping --config --count-noise-multiplier
+        --crop-padding --data-dir --delta --device --draw --epochs --erasing --evaluations --expected-batch-size
+        --feature-precision --file-column --findings --findings-columns --flip --frames --head-steps --holdout
+        --image-folder --image-size --initialisation --json --kernels --label-column --learning-rate --licence
+        --log --loss --mask-classes --memory-mib --microbatch-size --model --momentum --most-rows-per-owner
+        --name --nesterov --no-channels-last --no-pretrained --no-privacy --noise-multiplier --normalisation
+        --num-units --only-foreground --optimizer --option --output --padding --partial-sums --precision
+        --privacy-unit --public-classes --public-data --quick --recipe --rotation --rows-per-unit --scale --schedule
+        --schedule-every-steps --schedule-factor --schedule-final-fraction --skip-bad --split-column --stages
+        --statistics-noise-multiplier --steps --target-epsilon --target-risk --task --test --test-findings
+        --test-masks --threads --trained --transfer-source --transfer-weights --unit-column --unit-csv
+        --unit-folder-level --unit-norm --unit-pattern --units --unsafe-seed --validation --views --volume-axis
+        --warmup-steps --watch --weight-decay --window""",
+    "resume": "--device --fork --json --log --loss --model --threads --watch",
+    "tune": """--accountant
+        --adjacency --anyway --averaging --averaging-decay --averaging-start-step --baseline --batch-divisor
+        --budget --budget-share --cache-features --channels --checkpoint-every --classes --clip-norm --clipping
+        --config --count-noise-multiplier --crop-padding --data-dir --delta --device --draw --early --epochs --erasing
+        --evaluations --expected-batch-size --feature-precision --figures --file-column --findings --findings-columns
+        --flip --frames --head-steps --holdout --image-folder --image-size --initialisation --json --kernels
+        --label-column --learning-rate --licence --loss --mask-classes --memory-mib --microbatch-size --model
+        --momentum --most-rows-per-owner --name --nesterov --no-channels-last --no-pretrained --no-privacy
+        --noise-multiplier --normalisation --num-units --only-foreground --optimizer --option --output --padding
+        --partial-sums --precision --price --privacy-unit --prune-below --pruner --public-classes --public-data --resume
+        --rotation --rows-per-unit --sampler --schedule --schedule-every-steps --schedule-factor
+        --schedule-final-fraction --score --score-noise --search --search-data --skip-bad --space --space-file
+        --split-column --stages --statistics-noise-multiplier --steps --stopping --storage --target-epsilon
+        --target-risk --task --test --test-findings --test-masks --threads --timeout --trained --transfer-source
+        --transfer-weights --trials --unit-column --unit-csv --unit-folder-level --unit-norm --unit-pattern
+        --units --unsafe-seed
+        --validation --validation-fraction --views --volume-axis --warmup-steps --weight-decay --window
+        --workers""",
+    "pack": """--channels --classes --data-dir --file-column --findings --findings-columns --frames --image-folder
+        --image-size --json --label-column --mask-classes --masks --only-foreground --public-classes --skip-bad
+        --split-column --unit-column --unit-csv --unit-folder-level --unit-pattern --units --verify
+        --volume-axis --window""",
+    "plan": """--adjacency --curves --delta --epochs --expected-batch-size --image-size --in-channels --json --model
+        --needed-steps --noise-multiplier --num-classes --num-units --option --plot --scale-down --scale-up
+        --steps --target-epsilon --target-risk --threads --views""",
     "epsilon": """--adjacency --delta --epochs --expected-batch-size --json --most-rows-per-owner --noise-multiplier
         --num-units --steps --trials""",
-    "calibrate": """--adjacency --delta --epochs --expected-batch-size --json --noise-multiplier --num-units --steps
-        --target-epsilon""",
+    "calibrate": """--accountant
+        --adjacency --delta --epochs --expected-batch-size --json --noise-multiplier --num-units --steps
+        --target-epsilon --target-risk""",
     "evaluate": """--data-dir --device --groups --json --model --operating-point --positive --test --test-findings
         --test-masks --threads""",
     "predict": "--csv --device --force --json --model --output --skip-bad --threads --window",
     "export": "--force --json --model --output --threads --to",
     "verify": "--json --key",
-    "audit": """--black-box --canaries --confidence --json --mechanism --members --model --no-attach --non-members
-        --option --ordinary-shadows --recipe --shadows --threads""",
+    "audit": """--black-box --canaries --confidence --epsilons --json --mechanism --members --model --no-attach
+        --non-members --option --ordinary-shadows --output --recipe --reconstruction --shadows --targets
+        --threads""",
+    "analyze": """--data-dir --device --eigenvalues --images --iterations --json --lanczos --model --output --probes
+        --test --test-masks --threads --unsafe-training-data --what""",
     "sign": "--json --key",
     "keygen": "--json --password",
     "report": "--json --output",
@@ -56,7 +84,8 @@ FLAGS = {
     "check": "--image-size --in-channels --json --num-classes --option",
     "models": "--json",
     "recipes": "--json",
-    "reproduce": "--device --json --list --output --repeats --rows --scale --threads",
+    "reproduce": "--device --json --list --output --own-sources --repeats --rows --scale --threads",
+    "doctor": "--json",
 }
 
 
@@ -152,7 +181,7 @@ def test_a_wrong_flag_is_answered_with_the_one_that_was_meant() -> None:
     ("arguments", "named"),
     [
         ("--target-epsilon -1", "--target-epsilon (privacy.target_epsilon): Input should be greater than 0"),
-        ("", "needs --target-epsilon or --noise-multiplier"),
+        ("", "needs --target-epsilon, --target-risk or --noise-multiplier"),
         ("--target-epsilon 3 --momentum 1.5", "--momentum (optimizer.momentum): Input should be less than 1"),
         ("--target-epsilon 3 --steps 5 --epochs 2", "steps and epochs exclude each other"),
         ("--target-epsilon 3 --clipping round", "--clipping (privacy.clipping): Input should be 'flat'"),
@@ -218,4 +247,33 @@ def test_threads_are_set_and_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch
     assert asked == [3]
     result = CliRunner().invoke(app, ["train", "digits", "--target-epsilon", "3", "--threads", "0"])
     assert result.exit_code == 2
-    assert "--threads must be >= 1, got 0." in result.stderr
+    assert "--threads must be from 1 to 4096, got 0." in result.stderr
+    with pytest.raises(ArgumentError, match="from 1 to 4096"):
+        set_threads(10**23)
+
+
+@pytest.mark.parametrize(("recipe_has", "given"), [("steps = 50", {"epochs": 2.0}), ("epochs = 2.0", {"steps": 50})])
+def test_steps_replace_epochs_of_a_file_and_the_other_way_round(
+    tmp_path: Path, recipe_has: str, given: dict[str, float]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f'[data]\nsource = "digits"\n[privacy]\ntarget_epsilon = 3.0\n{recipe_has}\n')
+    privacy = build_config({"privacy": given}, file=file).privacy
+    assert {"steps": privacy.steps, "epochs": privacy.epochs} == {"steps": None, "epochs": None} | given
+
+
+def test_an_example_in_a_message_is_not_taken_for_a_flag() -> None:
+    result = CliRunner().invoke(app, ["train", "digits", "--target-epsilon", "3", "--option", "width"])
+    assert "--option must look like NAME=VALUE, got 'width'." in result.stderr
+
+
+def test_a_path_that_is_not_text_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"^data\.unit_csv must be text in UTF-8, got 'a\\udcff'\. Rename"):
+        parse_config({"data": {"unit_csv": "a\udcff"}})
+
+
+def test_a_broken_rule_is_told_without_the_words_of_pydantic(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[data]\nsource = "digits"\n')
+    with pytest.raises(ArgumentError, match=r"^privacy: steps and epochs exclude each other: give one of them$"):
+        build_config({"privacy": {"target_epsilon": 3.0, "steps": 5, "epochs": 1.0}}, file=file)

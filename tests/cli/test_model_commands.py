@@ -128,7 +128,7 @@ def test_a_torchvision_style_resnet_is_refused_with_what_would_mend_it(own: Path
     assert "mixes units" in lines[1]
     assert "GroupNorm" in lines[1]
     assert lines[2].endswith("is NOT ready for private training")
-    assert lines[3] == "dpvision.models.make_private_ready(model) would make it ready:"
+    assert lines[3] == "model, changes = dpvision.models.make_private_ready(model) would make it ready:"
     assert "BatchNorm2d → GroupNorm(8 groups, 8 channels)" in lines[4]
     assert "ReLU(inplace=True) → inplace=False" in lines[6]
 

@@ -167,9 +167,11 @@ def test_a_corrupt_picture_is_named_and_stops_the_run_or_is_skipped_and_counted(
     assert refused.exit_code == 2
     assert "bad.png" in refused.stderr
     assert not (tmp_path / "r").exists()
+    (class_folders / "class of none").mkdir()
     skipped = dpvision(*arguments, "--skip-bad")
     assert skipped.exit_code == 0, skipped.output
     assert "skipped 1" in skipped.stderr
+    assert "no images of class of none: an empty folder is a class too." in " ".join(skipped.stderr.split())
 
 
 def test_check_names_the_module_that_mixes_pictures(tmp_path: Path) -> None:
@@ -262,11 +264,11 @@ def test_a_run_from_dicom_protects_patients_and_says_what_has_no_epsilon(tmp_pat
     ("rows", "message"),
     [
         ("file,who\na.png,p1", "no column for the label"),
-        ("file,label\na.png,well\nb.png,ill\nz.png,ill", "names 1 images that are not below"),
-        ("file,label\na.png,well", "has no row for 1 images"),
-        ("file,label\na.png,well\nb.png,ill\nb.png,ill", "names 1 images in more than one row"),
+        ("file,label\na.png,well\nb.png,ill\nz.png,ill", "names 1 image missing below"),
+        ("file,label\na.png,well", "has no row for 1 image"),
+        ("file,label\na.png,well\nb.png,ill\nb.png,ill", "names 1 image in more than one row"),
         ("file,label,patient\na.png,well,p1\nb.png,ill,p1", "all 2 images have the same owner, p1"),
-        ("file,label\na.png,well\n../b.png,ill", "names 1 files outside"),
+        ("file,label\na.png,well\n../b.png,ill", "names 1 file outside"),
         ("file,label\na.png,well\nb.png,rare", "labels that are no class: rare"),
     ],
 )
@@ -281,3 +283,48 @@ def test_a_mistake_in_a_manifest_is_one_line_and_nothing_is_written(tmp_path: Pa
     assert [line for line in result.output.splitlines() if "error:" in line] != []
     assert message in " ".join(result.output.split())
     assert not run.exists()
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun with one process and --rdzv-id=tuesday, after a membership change: that counts as no restart."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "tuesday"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+@pytest.mark.usefixtures("job")
+def test_a_job_that_starts_again_continues_its_own_run(tmp_path: Path) -> None:
+    command = [*tiny_arguments(write_images(tmp_path / "images.npz")), "--output", tmp_path / "run"]
+    assert dpvision(*command).exit_code == 0
+    weights = (tmp_path / "run/release/weights.safetensors").read_bytes()
+    (tmp_path / "run/release/manifest.json").unlink()  # it was killed before the end
+    again = dpvision(*command)
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "run/release/weights.safetensors").read_bytes() == weights
+    assert verify(tmp_path / "run").ok
+
+
+@pytest.mark.usefixtures("job")
+def test_a_job_does_not_continue_a_run_with_other_settings_or_of_another_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [*tiny_arguments(write_images(tmp_path / "images.npz")), "--output", tmp_path / "run"]
+    assert dpvision(*command).exit_code == 0
+    other = dpvision(*command, "--clip-norm", "0.5")
+    assert other.exit_code == 2
+    assert "holds a run of this job with other settings" in other.output
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "wednesday")
+    assert "must be a new or an empty folder" in dpvision(*command).output
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    monkeypatch.delenv("RANK")
+    assert "must be a new or an empty folder" in dpvision(*command).output
+
+
+@pytest.mark.parametrize("command", ["tune digits --budget 3", "audit RUN", "plan --num-units 100 --target-epsilon 3"])
+def test_commands_that_share_no_work_are_refused_under_torchrun(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = dpvision(*command.split())
+    assert result.exit_code == 2
+    assert "runs in one process, and there are 2: start it without torchrun" in result.output

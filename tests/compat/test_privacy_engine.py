@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from test_recorded_step import CLASSES, ROWS, Script, data, plain
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import dpvision
 from dpvision.accounting import mechanism_guarantee
@@ -288,17 +288,17 @@ def test_a_checkpoint_continues_the_run_with_all_its_charges(tmp_path: Path) -> 
 def test_the_loss_must_be_the_same_in_every_step(tmp_path: Path, number: int) -> None:
     script, kept = Script(tmp_path), torch.ones(())
     changes = (lambda loss: loss * 0.5, lambda loss: loss + loss, lambda loss: loss * kept, lambda loss: -loss)
-    script.step(plain)
-    with pytest.raises(PrivacyError, match="differs from the first step's"):
+    script.step(plain).item()
+    with pytest.raises(PrivacyError, match="loss differs from the earlier ones'"):
         script.step(lambda m, x, y: changes[number](plain(m, x, y)))
     assert script.engine.run.steps_taken == 1
 
 
 def test_a_constant_tensor_that_changes_is_refused(tmp_path: Path) -> None:
     script, scale = Script(tmp_path), torch.ones(())
-    script.step(lambda m, x, y: plain(m, x, y) * scale)
+    script.step(lambda m, x, y: plain(m, x, y) * scale).item()
     scale.mul_(2)
-    with pytest.raises(PrivacyError, match="differs from the first step's in mul"):
+    with pytest.raises(PrivacyError, match="differs from the earlier ones' in mul"):
         script.step(lambda m, x, y: plain(m, x, y) * scale)
 
 
@@ -483,6 +483,12 @@ def test_a_model_of_another_engine_is_refused(tmp_path: Path) -> None:
             "WeightedRandomSampler",
         ),
         ({"data_loader": DataLoader(TensorDataset(*data()), 99, drop_last=True)}, ArgumentError, "no batches"),
+        (
+            {"data_loader": DataLoader(TensorDataset(*data()), 8, sampler=RandomSampler(range(ROWS), num_samples=8))},
+            ArgumentError,
+            f"takes 8 of {ROWS} examples per epoch",
+        ),
+        ({"module": nn.DataParallel(nn.Linear(4, 3))}, UnsupportedModuleError, "Give make_private the module inside"),
         ({"module": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))}, UnsupportedModuleError, "BatchNorm1d"),
     ],
 )
@@ -500,6 +506,22 @@ def test_a_budget_decides_the_number_of_steps(tmp_path: Path) -> None:
     assert mechanism_guarantee(planned, delta=1e-3).epsilon <= 5.0
     more = dpvision.Mechanism.from_dict({**planned.to_dict(), "steps": planned.steps + 1})
     assert mechanism_guarantee(more, delta=1e-3).epsilon > 5.0
+
+
+def test_what_only_opacus_s_optimizer_has_is_named(tmp_path: Path) -> None:
+    _, _, optimizer, _ = make(tmp_path)
+    with pytest.raises(AttributeError, match="no signal_skip_step: step clips"):
+        optimizer.signal_skip_step(do_skip=True)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = optimizer.nonsense
+
+
+def test_a_released_run_gives_no_more_batches(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    script.step(plain)
+    script.engine.release()
+    with pytest.raises(PrivacyError, match="the run was released"):
+        next(iter(script.loader))
 
 
 # ModuleValidator

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -404,11 +402,3 @@ def test_views_are_averaged_before_the_clip() -> None:
 def test_impossible_settings_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ViewsConfig(**change)
-
-
-def test_the_example_in_the_docs_runs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "concepts" / "augmented-views.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    names: dict[str, Any] = {}
-    exec(compile(code, "docs/concepts/augmented-views.md", "exec"), names)  # noqa: S102 - our own page
-    assert names["views"].shape == (32, 3, 32, 32)

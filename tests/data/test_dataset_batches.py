@@ -15,6 +15,7 @@ from dpvision.config import Performance
 from dpvision.data.dataset_batches import DatasetBatches, Reading, count_of_units
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.gradients.clipped_sum import clipped_sum_of_batch
+from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import Microbatch
 
@@ -31,7 +32,7 @@ def draws(
         units=units,
         rows_per_unit=rows_per_unit,
         reading=Reading(**reading),
-        sample_rate=rate,
+        mechanism=Mechanism(num_units=40, expected_batch_size=40 * rate, clip_norm=1.0, noise_multiplier=1.0, steps=9),
         keys=KEYS,
         device="cpu",
     )

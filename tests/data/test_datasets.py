@@ -249,10 +249,3 @@ def test_without_scikit_learn_digits_are_refused_in_one_line(monkeypatch: pytest
 def test_known_sets_have_no_groups(options: LoadOptions) -> None:
     with pytest.raises(DataError, match="each of its rows is a unit of its own"):
         load("digits", options)
-
-
-def test_the_example_of_the_data_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "reference" / "data.md").read_text()
-    example, _ = re.findall("```python\n(.*?)```", page, flags=re.DOTALL)  # the other one needs masks: test_data_masks
-    exec(example, {})  # noqa: S102 - our own page
-    assert "Microbatch(inputs=(32, 1, 28, 28), sensitive)" in capsys.readouterr().out

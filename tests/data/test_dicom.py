@@ -13,7 +13,7 @@ from dicom_files import write_dicom
 from dpvision.config import parse_config
 from dpvision.data import LoadOptions, load, load_images
 from dpvision.data.dicom import dicom_frame, is_dicom, read_dicom_header
-from dpvision.data.splits import load_splits
+from dpvision.data.splits import load_splits, owners_may_be_shared
 from dpvision.errors import BadFile, DataError
 from dpvision.privacy.randomness import Keys
 from dpvision.training.prepare import prepare
@@ -119,7 +119,7 @@ def test_a_dicom_patient_in_train_and_test_is_refused(tmp_path: Path) -> None:
         for label, patient in zip(("well", "ill"), who, strict=True):
             write_dicom(tmp_path / split / label / f"{patient}.dcm", RAMP, patient=patient)
     config = parse_config({"data": {"source": str(tmp_path)}, "privacy": {"target_epsilon": 3.0}})
-    with pytest.raises(DataError, match="1 owners have images in both train and test: P2"):
+    with pytest.raises(DataError, match="images of 1 owner are in both train and test: P2"):
         load_splits(config, Keys.from_seed(1))
 
 
@@ -173,3 +173,32 @@ def test_a_deflated_data_set_is_refused_before_it_is_inflated(tmp_path: Path) ->
     content.save_as(path)
     with pytest.raises(DataError, match="a deflated data set"):
         load_images([path], image_shape=SHAPE)
+
+
+def test_known_patients_of_the_test_images_are_compared_where_others_are_not_known(tmp_path: Path) -> None:
+    for split, patients in (("train", ("p1", "p2")), ("test", ("P02", ""))):
+        for number, patient in enumerate(patients):
+            write_dicom(tmp_path / split / ("ill" if number else "well") / "a.dcm", RAMP, patient=patient)
+    assert load(tmp_path).test.owners is None
+    config = parse_config({"data": {"source": str(tmp_path)}, "privacy": {"target_epsilon": 3.0}})
+    with pytest.raises(DataError, match="images of 1 owner are in both train and test: p2"):
+        load_splits(config, Keys.from_seed(1))
+    write_dicom(tmp_path / "test" / "well" / "a.dcm", RAMP, patient="p3")
+    splits = load_splits(config, Keys.from_seed(1))
+    assert owners_may_be_shared(config, splits)
+    write_dicom(tmp_path / "test" / "ill" / "a.dcm", RAMP, patient="p4")
+    assert not owners_may_be_shared(config, load_splits(config, Keys.from_seed(1)))
+
+
+def test_single_images_of_unknown_patients_are_an_explicit_choice(tmp_path: Path) -> None:
+    for name in ("well/a.dcm", "ill/b.dcm"):
+        write_dicom(tmp_path / name, RAMP, patient="ANON")
+    with pytest.raises(DataError, match="2 of 2 images have no owner"):
+        load(tmp_path)
+    assert load(tmp_path, LoadOptions(units="rows")).train.owners is None
+
+
+def test_a_window_that_is_not_finite_is_no_window(tmp_path: Path) -> None:
+    path = write_dicom(tmp_path / "a.dcm", RAMP, WindowCenter="1e999", WindowWidth="1e999")
+    with pytest.raises(BadFile, match="a window of centre inf"):
+        frame(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,17 @@ def test_class_folders_become_classes_in_sorted_order(tmp_path: Path) -> None:
     assert splits.train.images[:, 0, 0, 0].tolist() == [10, 11, 12, 0, 1, 2]
     assert splits.test is None
     assert splits.normalisation.to_dict() == {"mean": [0.5] * 3, "std": [0.5] * 3, "source": "fixed"}
+
+
+def test_folders_of_archivers_are_no_classes_and_images_beside_classes_are_counted(tmp_path: Path) -> None:
+    write_classes(tmp_path / "pets")
+    (tmp_path / "pets" / "__MACOSX").mkdir()
+    (tmp_path / "pets" / "notes.txt").write_text("no image")
+    assert load(tmp_path / "pets").unused == ""
+    write_picture(tmp_path / "pets" / "lost.png")
+    splits = load(tmp_path / "pets")
+    assert splits.train.class_names == ("cat", "dog")
+    assert splits.unused == "1 image beside the class folders, in none of them: not used."
 
 
 def test_the_order_of_files_does_not_depend_on_the_order_on_disk(tmp_path: Path) -> None:
@@ -87,6 +99,32 @@ def test_linked_folders_are_followed_once_and_loops_end(tmp_path: Path) -> None:
     (tmp_path / "set" / "cat").symlink_to(tmp_path / "real" / "cat")
     (tmp_path / "set" / "dog" / "loop").symlink_to(tmp_path / "set" / "dog")
     assert load(tmp_path / "set").train.num_rows == 6
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+@pytest.mark.parametrize("masks", [False, True])
+def test_a_file_under_two_names_is_not_two_units(
+    tmp_path: Path, link: Callable[[Path, Path], None], masks: bool
+) -> None:
+    images, answers = tmp_path / "set", tmp_path / "masks"
+    for number, name in enumerate(("cat/0.png", "cat/1.png", "dog/2.png")):
+        write_picture(images / name, number)
+        write_picture(answers / name, number % 2, mode="L")
+    link(images / "dog" / "again.png", images / "cat" / "0.png")
+    write_picture(answers / "dog" / "again.png", 1, mode="L")
+    options = LoadOptions(segmentation=True, masks=str(answers)) if masks else LoadOptions()
+    with pytest.raises(DataError, match=r"1 name of images.*dog/again\.png is cat/0\.png\. One image would count"):
+        load(images, options)
+    assert load_one(images, options).num_rows == 4  # of public data
+
+
+def test_a_file_under_two_names_may_be_of_one_owner(tmp_path: Path) -> None:
+    write_classes(tmp_path)
+    (tmp_path / "dog" / "0-again.png").symlink_to(tmp_path / "dog" / "0.png")
+    store = load(tmp_path, LoadOptions(unit_pattern=r"^(\d)")).train
+    assert (store.num_rows, store.num_units) == (7, 3)
+    with pytest.raises(DataError, match="One image would count"):
+        load(tmp_path, LoadOptions(unit_pattern=r"^(\d)", units="rows"))
 
 
 @pytest.mark.parametrize(
@@ -230,11 +268,14 @@ def test_a_csv_may_mention_the_public_test_files(tmp_path: Path) -> None:
     [
         ("", "is empty"),
         ("cat/0.png,a\n", r"gives no unit for 5 files: cat/1.png, cat/2.png, dog/0.png and 2 more"),
-        ("cat/0.png,a\ncat/99.png,b\nemu/1.png,c\n", r"2 files which are not in the folder: cat/99.png, emu/1.png"),
-        ("0.png,a\n", "fit several files or units: 0.png"),
-        ("cat/0.png,a\ncat/0.png,b\n", "fit several files or units: cat/0.png"),
-        ("cat/0.png,\n", "1 rows lack a file or a unit"),
-        ("cat/0.png,a\ncat/1.png\n", "1 rows lack a file or a unit: cat/1.png"),
+        (
+            "cat/0.png,a\ncat/99.png,b\nemu/1.png,c\n",
+            r"2 files that are not in the folder: cat/99\.png in line 2, emu/1\.png in line 3",
+        ),
+        ("0.png,a\n", r"of several units, or that fit several files: 0\.png in the first line"),
+        ("cat/0.png,a\ncat/0.png,b\n", r"of several units, or that fit several files: cat/0\.png in line 2"),
+        ("cat/0.png,\n", "1 row without a file or a unit: the first line"),
+        ("cat/0.png,a\ncat/1.png\n", "1 row without a file or a unit: line 2"),
         ('cat/0.png,"a\n', "can't be read as CSV"),
         ("cat/\x1b[2J.png,a\n", r"not in the folder: cat/\\x1b\[2J.png"),
     ],

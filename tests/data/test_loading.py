@@ -12,7 +12,7 @@ from PIL import Image
 from dpvision.config import parse_config
 from dpvision.data import LoadOptions, load, load_images
 from dpvision.data.units import owner_hint, require_real_owners
-from dpvision.errors import DataError
+from dpvision.errors import ArgumentError, DataError
 from dpvision.privacy.randomness import Keys
 from dpvision.training.prepare import Prepared, prepare
 
@@ -27,6 +27,28 @@ def prepared(source: Path, **data: Any) -> Prepared:
     privacy = {"target_epsilon": 8.0, "num_units": 8, "delta": 1e-2, "expected_batch_size": 4.0, "steps": 2}
     values = {"source": str(source), "image_size": 8, "holdout_fraction": 0.5, **data}
     return prepare(parse_config({"data": values, "model": {"name": "linear"}, "privacy": privacy}), KEYS)
+
+
+# ---- validation
+
+
+def test_validation_holds_training_images_out_and_does_not_read_the_test_set(tmp_path: Path) -> None:
+    images, labels = np.arange(40, dtype=np.uint8)[:, None, None] + np.zeros((8, 8), np.uint8), np.arange(40) % 2
+    tests = {"x_test": images[:4] + 200, "y_test": labels[:4]}
+    np.savez(tmp_path / "a.npz", x_train=images, y_train=labels, **tests)
+    usual = prepared(tmp_path / "a.npz")
+    assert usual.splits.test.images.min() >= 200
+    found = prepared(tmp_path / "a.npz", validation=True)
+    assert found.splits.held_out
+    ours, theirs = (set(split.images[:, 0, 0, 0].tolist()) for split in (found.splits.train, found.splits.test))
+    assert ours.isdisjoint(theirs)
+    assert ours | theirs == set(range(40))
+    assert any("the test set is not read: 50% of the units are held out" in note for note in found.notes)
+
+
+def test_validation_excludes_a_test_set(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="leave test out, or validation"):
+        parse_config({"data": {"source": "a", "test": "b", "validation": True}, "privacy": {"target_epsilon": 1.0}})
 
 
 # ---- several pages
@@ -105,7 +127,7 @@ def test_the_validation_part_of_medmnist_is_not_used_and_the_run_says_so(tmp_pat
     assert splits.unused in prepared(tmp_path / "bloodmnist.npz").notes
     arrays["train_labels"] = np.zeros((30, 14), np.uint8)
     np.savez(tmp_path / "chestmnist.npz", **arrays)
-    with pytest.raises(DataError, match="several findings an image are read with --findings"):
+    with pytest.raises(DataError, match="are several findings an image: train on them with --findings"):
         load(tmp_path / "chestmnist.npz", LoadOptions(classes="a,b,c"))
     named = load(tmp_path / "bloodmnist.npz", LoadOptions(classes="a,b,c"))
     assert named.train.class_names == ("a", "b", "c")

@@ -201,7 +201,9 @@ def test_private_labels_never_decide_the_classes_unless_they_are_public(table: P
         load(table, private(classes=None))
     assert load(table, private(classes=None, public_classes=True)).train.class_names == ("ill", "well")
     assert load(table, private(classes="ill,well,rare")).train.class_names == ("ill", "well", "rare")
-    with pytest.raises(DataError, match=r"labels that are no class: ill\. The classes are well, rare"):
+    with pytest.raises(
+        DataError, match=r"labels that are no class: ill, the first in line 3\. The classes are well, rare"
+    ):
         load(table, private(classes="well,rare"))
 
 
@@ -211,21 +213,33 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "file,patient\na.png,p1": ("no column for the label: it has file, patient", "label column missing"),
     "scan,label\na.png,well": (r"no column for the file: it has scan, label\. Name it with --file-column", ""),
     "file,label\na.png,well\nb.png,ill\nc.png,well\nd.png,ill\ne.png,well\nf.png,ill": (
-        r"names 1 images that are not below .*: f\.png",
+        r"names 1 image missing below .*: f\.png, in line 7\.",
         "label without image",
     ),
     "file,label\na.png,well\nb.png,ill\nc.png,well": (r"no row for 2 images below .*: d\.png, e\.png", "no label"),
-    "file,label\na.png,well\na.png,well": (r"names 1 images in more than one row: a\.png", "duplicate rows"),
-    "file,label\na.png,well\n./a.png,ill": (r"names 1 images in more than one row: a\.png", "duplicates that differ"),
-    "file,label\na.png,\nb.png,ill": ("1 rows have no label, the first is line 2", "empty label"),
-    "file,label\n../a.png,well": (r"names 1 files outside .*: \.\./a\.png", "path outside"),
-    "file,label\n/etc/a.png,well": (r"names 1 files outside .*: /etc/a\.png", "absolute path"),
+    "file,label\na.png,well\na.png,well": (r"more than one row: a\.png, the first in line 2 and line 3\.", "twice"),
+    "file,label\na.png,well\n./a.png,ill": (r"names 1 image in more than one row: a\.png", "duplicates that differ"),
+    "file,label\na.png,\nb.png,ill": ("no label in 1 row, the first is line 2", "empty label"),
+    "file,label\n../a.png,well": (r"names 1 file outside .*: \.\./a\.png, in line 2\.", "path outside"),
+    "file,label\n/etc/a.png,well": (r"names 1 file outside .*: /etc/a\.png", "absolute path"),
     "file,label": ("is empty: rows of file and label are needed", "empty table"),
     "": ("is empty: rows of file and label are needed", "empty file"),
-    "file,label,split\na.png,well,fold1": ("a split must be train, test or val, got fold1", "unknown split"),
+    "file,label,split\na.png,well,fold1": (
+        "a split must be train, test or val, got fold1, first in line 2",
+        "unknown split",
+    ),
     "file,label,split\na.png,well,test": ("1|no row for|no training images", "no training rows"),
-    "file,label,patient\na.png,well,p\nb.png,ill,": ("1 rows have no owner, the first is line 3", "empty id"),
-    "file,label,patient\na.png,well,Anon\nb.png,ill,p1": (r"1 of 2 images have no owner: .*\(Anon\)", "ANON"),
+    "file,label,patient\na.png,well,p\nb.png,ill,": ("no owner in 1 row, the first is line 3", "empty id"),
+    "file,label,patient\na.png,well,Anon\nb.png,ill,p1": (
+        r"1 of 2 images have no owner: .*\(Anon\), the first in line 2\.",
+        "",
+    ),
+    "file,label,patient\na.png,well,p7\nb.png,ill,P07\nc.png,ill,p1": (
+        "1 owner may be written in several ways, such as 'P07' and 'p7' in the column patient",
+        "one person, two spellings",
+    ),
+    "file,label\n\n\na.png,well\nb.png,sick": (r"no class: sick, in line 5\.", "blank lines are counted"),
+    'file;label;"a, b"\na.png;well;\nf.png;ill;': (r"missing below .*: f\.png, in line 3\.", "semicolons and commas"),
     "file,label,patient\na.png,well,p\nb.png,ill,p": ("all 2 images have the same owner, p", "identical ids"),
 }
 
@@ -251,8 +265,34 @@ def test_a_patient_on_both_sides_of_the_split_is_refused(table: Path) -> None:
     write_csv(table, *(line.replace("p3,test", "p1,test") for line in table.read_text().splitlines()))
     privacy = {"target_epsilon": 3.0}
     config = parse_config({"data": {"source": str(table), "classes": CLASSES}, "privacy": privacy})
-    with pytest.raises(DataError, match="1 owners have images in both train and test: p1"):
+    with pytest.raises(DataError, match="images of 1 owner are in both train and test: p1"):
         load_splits(config, Keys.from_seed(1))
+
+
+def test_labels_that_differ_in_capitals_alone_are_no_public_classes(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    path = write_csv(tmp_path / "labels.csv", "file,label", "a.png,well", "b.png,ill", "c.png,Well", "d.png,ill")
+    with pytest.raises(DataError, match=r"differ in capital letters alone: Well, well \(Well first in line 4\)"):
+        load(path, private(classes=None, public_classes=True, skip_bad=True))
+
+
+def test_owners_of_images_inside_a_table_come_from_its_columns_alone(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
+    from pyarrow import parquet, table
+
+    parquet.write_table(table({"image": [b"no image"] * 3, "label": ["well", "ill", "ill"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"name its column of owners with --unit-column"):
+        load(tmp_path / "a.parquet", private(unit_pattern="(a)"))
+    with pytest.raises(DataError, match=r"3 of 3 images can't be read: a\.parquet row 1 \(not an image"):
+        load(tmp_path / "a.parquet", private())
+
+
+@pytest.mark.parametrize("content", ['{"splits": 7}', '{"splits": ["train", 5]}', "[]", "{bad"])
+def test_a_damaged_saved_dataset_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "dataset_dict.json").write_text(content)
+    with pytest.raises(DataError, match=r"dataset_dict\.json (must|can't)") as caught:
+        load(tmp_path, private())
+    assert "\n" not in str(caught.value)
 
 
 def test_class_folders_with_a_table_beside_them_are_not_guessed_at(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_private_labels_do_not_decide_which_classes_there_are(tmp_path: Path) ->
         store = load(write(tmp_path / f"{last}.npz", x_train=GREY, y_train=labels, **public), private()).train
         assert store.class_names == ("0", "1", "2")
     beyond = write(tmp_path / "beyond.npz", x_train=GREY, y_train=LABELS + 7, **public)
-    with pytest.raises(DataError, match=r"labels must lie in 0\.\.2, the numbers of the classes\. Name all classes"):
+    with pytest.raises(DataError, match=r"labels must lie in 0\.\.2, the numbers of the classes, got 7 in row 0"):
         load(beyond, private())
     alone = write(tmp_path / "alone.npz", images=GREY, labels=LABELS)
     with pytest.raises(DataError, match="Declare them with --classes"):
@@ -228,3 +228,51 @@ def test_a_small_file_that_would_become_a_large_array_is_refused_before_it_does(
 def test_labels_that_are_more_than_the_images_are_refused_before_they_are_copied(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"labels \(7,\) don't match 6 images"):
         load(write(tmp_path / "a.npz", images=GREY, labels=np.arange(7)))
+
+
+# ---- several findings, and volumes
+
+
+def test_labels_of_several_findings_are_read_when_the_file_is_named_again(tmp_path: Path) -> None:
+    labels = np.array([[1, 0], [0, 1], [1, 1], [0, 0], [1, -1], [0, 0]], dtype=np.int8)
+    path = write(tmp_path / "a.npz", train_images=GREY, train_labels=labels, test_images=GREY, test_labels=labels[::-1])
+    with pytest.raises(DataError, match=r"\(6, 2\) are several findings an image: train on them with --findings"):
+        load(path, LoadOptions(classes="a,b"))
+    splits = load(path, LoadOptions(findings=path, findings_columns="edema,mass"))
+    assert splits.train.class_names == ("edema", "mass")
+    assert splits.train.multi_label
+    np.testing.assert_array_equal(splits.train.labels, np.where(labels < 0, np.nan, labels))
+    assert splits.test is not None
+    np.testing.assert_array_equal(splits.test.labels, np.where(labels < 0, np.nan, labels)[::-1])
+
+
+@pytest.mark.parametrize(
+    ("labels", "columns", "message"),
+    [
+        (np.array([[0, 1]] * 5 + [[0, 7]]), "a,b", r"findings must be 1, 0, .* got 7 in row 5 \(from 0\) for b"),
+        (np.zeros((6, 2)), "a,b,c", r"has 2 findings an image, and 3 names for them"),
+        (np.array([["a", "b"]] * 6), "a,b", r"findings must be numbers \(N, 2\)"),
+        (np.zeros((6, 2, 2)), "a,b", r"findings must be \(N, findings\)"),
+        (np.zeros((5, 2)), "a,b", r"don't match 6 images"),
+    ],
+)
+def test_impossible_findings_are_one_line(tmp_path: Path, labels: Any, columns: str, message: str) -> None:
+    path = write(tmp_path / "a.npz", images=GREY, labels=labels)
+    with pytest.raises(DataError, match=message):
+        load(path, LoadOptions(findings=path, findings_columns=columns))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_slices_of_a_volume_belong_to_one_unit_and_are_taken_on_request_alone(tmp_path: Path, axis: int) -> None:
+    volumes = np.arange(2 * 4 * 5 * 6, dtype=np.uint8).reshape(2, 4, 5, 6)
+    path = write(tmp_path / "a.npz", images=volumes, labels=np.array([1, 0]))
+    with pytest.raises(DataError, match=r"Of volumes .* --frames all takes"):
+        load(path, LoadOptions(classes="a,b"))
+    train = load(path, LoadOptions(classes="a,b", frames="all", volume_axis=axis)).train
+    count = volumes.shape[1 + axis]
+    assert train.unit_of_row.tolist() == [0] * count + [1] * count
+    assert train.labels.tolist() == [1] * count + [0] * count
+    np.testing.assert_array_equal(train.images[count, 0], np.take(volumes[1], 0, axis=axis))
+    named = write(tmp_path / "b.npz", images=volumes, labels=np.array([1, 0]), patient=np.array(["p1", "p2"]))
+    owners = load(named, LoadOptions(classes="a,b", frames="all", unit_column="patient")).train.owners
+    assert owners == ("p1",) * 6 + ("p2",) * 6

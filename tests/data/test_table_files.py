@@ -90,3 +90,36 @@ def test_a_file_is_found_by_path_by_name_and_without_its_ending() -> None:
 def test_paths_that_lead_outside_are_recognised(name: str) -> None:
     assert leads_outside(name)
     assert not leads_outside("a/..b.png")
+
+
+def test_columns_that_are_no_texts_never_spoil_a_parquet_table(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
+    from pyarrow import parquet
+
+    columns = {
+        "file": pa.array(["a.png", "b.png"]).dictionary_encode(),
+        "when": pa.array([2**62, 1], pa.timestamp("ms")),
+        "image": pa.array([b"x", b"y"]).dictionary_encode(),
+        "scan": pa.array([{"bytes": None, "path": "c.png"}, {"bytes": None, "path": "d.png"}]),
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    found = read_table(tmp_path / "a.parquet")
+    assert (found.heading, found.rows) == (["file", "scan"], [["a.png", "c.png"], ["b.png", "d.png"]])
+    assert found.images["image"](1) == b"y"
+    assert found.where(1) == "row 2"
+
+
+def test_a_damaged_line_of_a_text_table_is_numbered(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"file": "a.png"}\n\n{bad\n')
+    with pytest.raises(DataError, match=r"a\.jsonl: line 3 can't be read as JSON"):
+        read_table(tmp_path / "a.jsonl")
+    (tmp_path / "a.csv").write_bytes("file,label\nä.png,x\n".encode("utf-16"))
+    with pytest.raises(DataError, match=r"it is not UTF-8\. Save it as UTF-8"):
+        read_table(tmp_path / "a.csv")
+    (tmp_path / "b.csv").write_text('file,label\n\n"a\nb",x\nc,y\n')
+    found = read_table(tmp_path / "b.csv")
+    assert [found.where(row) for row in range(2)] == ["line 4", "line 5"]
+
+
+def test_letters_with_accents_are_found_in_either_form() -> None:
+    assert FileIndex(["u\u0308.png"]).find("\u00fc.png") == [0]

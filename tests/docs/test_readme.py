@@ -5,20 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-
-
-def test_the_python_example_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, "README.md", "exec"), {})  # noqa: S102 - our own README
-    assert capsys.readouterr().out.endswith("% at epsilon 3.00\n")
-    assert (tmp_path / "runs" / "digits" / "release" / "certificate.json").is_file()
 
 
 def test_the_expression_for_a_configuration_from_a_paper_works() -> None:

@@ -19,8 +19,3 @@ def test_losses_and_metrics_have_the_names_that_the_page_gives_them() -> None:
     assert named == {field.name for field in fields(MaskMetrics)} - {"loss", "count", "dice_interval"}
     losses = re.findall(r"^    (\w+) {2,}", PAGE, re.MULTILINE)
     assert sorted(losses) == sorted(set(LOSSES) - {"binary_cross_entropy"})  # that is for findings
-
-
-def test_the_python_of_the_page_runs() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    exec(compile(code, "segmentation.md", "exec"), {})  # noqa: S102 - our own page

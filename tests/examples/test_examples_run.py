@@ -16,9 +16,14 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_runs_and_its_certificate_verifies(tmp_path: Path, name: str) -> None:
-    command = [sys.executable, str(EXAMPLES / name), str(tmp_path / "run")]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.mark.parametrize(
+    ("name", "started_by"), [*((name, ()) for name in NAMES), ("distributed.py", TORCHRUN)], ids=[*NAMES, "torchrun"]
+)
+def test_an_example_runs_and_its_certificate_verifies(tmp_path: Path, name: str, started_by: tuple[str, ...]) -> None:
+    command = [sys.executable, *started_by, str(EXAMPLES / name), str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "verified: True" in done.stdout
@@ -32,6 +37,9 @@ def test_an_example_runs_and_its_certificate_verifies(tmp_path: Path, name: str)
         assert certificate["privacy_unit"] == "patient"
         ledger = (tmp_path / "run" / "release" / "ledger.jsonl").read_text()
         assert ledger.count('"purpose":"number of units"') == 1  # counted with noise, and charged
+    if started_by:
+        declared = json.loads((tmp_path / "run" / "release" / "certificate.json").read_text())["declared"]
+        assert any(line["what"] == "processes" for line in declared)
 
 
 @pytest.mark.parametrize("name", NAMES)

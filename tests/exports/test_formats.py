@@ -101,8 +101,9 @@ SMALL: list[tuple[str, dict[str, Any]]] = [
     ("shoefit_cnn", {"side": 8}),
     ("unet9", {"side": 16, "width": 2}),
 ]
+# Networks without normalisation take any image size: small images save time and memory, and the graph is the same.
 LARGER: list[tuple[str, dict[str, Any]]] = [
-    *((entry.name, {}) for entry in models.catalogue()),
+    *((entry.name, {"side": 32} if entry.name.startswith("nf") else {}) for entry in models.catalogue()),
     ("scatter_linear", {"standardise": "whitened", "pool": 4}),
     ("scatter_linear", {"standardise": "whitened", "pool": 3, "side": 28}),
     ("scatter_linear", {"standardise": "whitened", "pool": 7, "side": 64}),
@@ -149,7 +150,7 @@ def run_snippet(run: Path, folder: Path) -> tuple[list[str], np.ndarray]:
     """Export, then execute the code of the card without dpvision and torch; the classes and numbers that it prints."""
     card = (run / "release" / "model_card.md").read_text()
     (snippet,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-    assert len(snippet.splitlines()) == 6
+    assert len(snippet.splitlines()) <= 9
     assert dpvision.export(run, output=folder / "model.onnx").largest_difference < 1e-5
     noise = np.random.default_rng(3).integers(0, 256, size=(40, 30), dtype=np.uint8)
     Image.fromarray(noise).save(folder / "image.png")

@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from bright_model import bright_model
+from dpvision.data.images import decode
 from dpvision.errors import DPVisionError
 from dpvision.exports import formats
+from dpvision.exports.monai_bundle import prepare_expression
 from dpvision.inference.load import ReleasedModel
+from unusual_images import write_unusual_images
 
 FACTS = {"model": "bright", "epsilon": "2.5", "delta": "1e-05", "adjacency": "add_remove", "privacy_unit": "patient"}
 
@@ -53,6 +56,15 @@ def test_the_network_of_a_bundle_takes_float_bytes_and_any_batch(files: dict[str
         assert found.shape == (count, 2, 16, 24)
         assert torch.allclose(found.sum(1), torch.ones(count, 16, 24))
         assert (found[:, 1] > 0.5).all()
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_bundle_prepares_every_kind_of_image_as_predict_does(tmp_path: Path, channels: int) -> None:
+    made = eval(prepare_expression((channels, 12, 9)), {"np": np, "Image": Image, "ImageOps": ImageOps})  # noqa: S307
+    for path in write_unusual_images(tmp_path):
+        with Image.open(path) as image:
+            found = np.asarray(made(image)).reshape(12, 9, channels).transpose(2, 0, 1)
+        np.testing.assert_array_equal(found, decode(path, image_shape=(channels, 12, 9)), err_msg=path.name)
 
 
 def test_a_bundle_appears_as_a_whole_or_not_at_all(

@@ -619,6 +619,16 @@ for _name, _reduce in REDUCTIONS.items():
 for _name in ALL:
     refuse(**{f"{_name}__n all": lambda g, f=REDUCTIONS[_name]: f(g.first)})
 accept(
+    bucketize=everywhere(lambda x: torch.bucketize(x, torch.tensor([-0.5, 0.5]))),
+    view_as_complex=everywhere(lambda x: torch.view_as_real(torch.view_as_complex(torch.stack([x, x.cos()], -1)))),
+    complex=everywhere(lambda x: torch.complex(x, x.cos()).real),
+    polar=everywhere(lambda x: torch.polar(x.abs(), x).imag),
+)
+refuse(
+    bucketize=lambda g: torch.bucketize(torch.ones(2), g.x[:, 0]),
+    complex=lambda g: torch.complex(g.outer, g.inner).real,
+)
+accept(
     sum_of_two=lambda g: [g.first.sum((1, 2)), g.second.sum((0, -1), keepdim=True), g.last.var((0, 1), correction=2)],
     cosine_similarity=lambda g: [F.cosine_similarity(g.first, g.first.cos(), dim) for dim in (1, 2, -1)],
     pairwise_distance=lambda g: [F.pairwise_distance(x, x.cos()) for x in (g.first, g.second, g.outer)],
@@ -735,7 +745,15 @@ for _name, _spatial in SPATIAL.items():
     if "shuffle" not in _name and not _name.startswith("grid"):
         # The rows in the place of channels
         refuse(**{_name: lambda g, f=_spatial: f(*(x.transpose(0, 1) for x in (g.first, g.image, g.volume)))})
+accept(
+    col2im=lambda g: [F.fold(x.reshape(-1, 12, 4), (4, 4), 2, stride=2) for x in (g.x, g.outer, g.inner)],
+    affine_grid_generator=lambda g: [
+        F.affine_grid(g.x[:, :6].view(-1, 2, 3), [g.n, 3, 4, 4], align_corners=False),
+        F.affine_grid(W[:6].view(1, 2, 3).expand(g.n, 2, 3), [g.n, 1, 2, 2], align_corners=True),
+    ],
+)
 refuse(
+    col2im=lambda g: F.fold(g.x.view(-1, 12, 4).transpose(0, 1), (2, 2), 1),
     pixel_unshuffle=lambda g: F.pixel_unshuffle(g.image.transpose(0, 1), 2),
     grid_sampler=lambda g: F.grid_sample(g.image.transpose(0, 1), torch.zeros(3, 2, 2, 2), align_corners=False),
     max_pool2d__n2=lambda g: F.max_pool2d(g.second, 2),  # an image without a batch, whose height are the rows
@@ -815,6 +833,16 @@ accept(
         torch.einsum("nij,nkj->nik", g.first, g.first),
         torch.einsum("inj,nij->jn", g.second, g.first),
         torch.einsum("nij,jk->kin", g.outer, W[:32].view(16, 2)),
+        torch.einsum("...j,jk->...k", g.outer, W[:32].view(16, 2)),
+        torch.einsum("...ij,...j->i...", g.image, g.first[..., :4]),
+        torch.einsum("i...,ki->k...", g.second, W[:6].view(2, 3)),
+        torch.einsum("...i,...i->...", W[:48].view(3, 16), g.first),
+    ],
+    tensordot=lambda g: [
+        torch.tensordot(g.first, W[:48].view(3, 16), dims=2),
+        torch.tensordot(g.last, W[:48].view(3, 16), dims=([1, 0], [1, 0])),
+        torch.tensordot(W[:32].view(2, 16), g.inner, dims=([1], [2])),
+        torch.tensordot(g.second, W[:3], dims=([0], [0])),
     ],
     scaled_dot_product_attention=lambda g: [
         F.scaled_dot_product_attention(g.first, g.first.cos(), g.first),
@@ -847,6 +875,10 @@ refuse(
     addmv=lambda g: torch.addmv(W[:48], g.x.t(), g.x[:, 0]),
     einsum=lambda g: torch.einsum("nij->ij", g.first),
     einsum__n2=lambda g: torch.einsum("ij,kj->ik", g.x, g.x),
+    einsum__n4=lambda g: torch.einsum("...j->j", g.x),
+    einsum__n5=lambda g: torch.einsum("...ij,...kj->...ik", g.second, g.second),
+    tensordot=lambda g: torch.tensordot(g.x, g.x, dims=([0], [0])),
+    tensordot__n2=lambda g: torch.tensordot(g.x, g.x, dims=([1], [1])),
     einsum__n3=lambda g: torch.einsum("nij,nij->nij", g.outer, g.inner),
     scaled_dot_product_attention=lambda g: F.scaled_dot_product_attention(g.second, g.second, g.second),
     scaled_dot_product_attention__n2=lambda g: F.scaled_dot_product_attention(g.x[None, :, None], g.x[None], g.x[None]),
@@ -866,6 +898,29 @@ for _name, _index in {
     "index_select": lambda x, dim: x.index_select(dim, torch.tensor([1, 0, 1])),
 }.items():
     along(name=_name, function=_index)
+
+
+def _masked(x: Tensor, mask: Tensor) -> Tensor:
+    x = x.clone()
+    x[mask] = 0.5
+    return x
+
+
+accept(
+    index_put=lambda g: [
+        *(_masked(getattr(g, place), getattr(g, place) > 0) for place in PLACES),
+        _masked(g.first, g.x[:, 0] > 0),
+        _masked(g.second, g.second[:, :, 0] > 0),
+        g.inner.index_put((g.inner[..., 0] > 0,), torch.ones(1, 1), accumulate=True),
+    ],
+)
+refuse(
+    index_put=lambda g: _masked(g.outer, g.inner > 0),
+    index_put__n2=lambda g: _masked(g.x, torch.tensor([1, 0])),
+    index_put__n3=lambda g: _masked(g.x, g.y),
+    index_put__n4=lambda g: g.x.index_put((g.x[:, 0] > 0,), W[:48]),
+    index_put__n5=lambda g: W[:4].index_put((g.y,), torch.ones(())),
+)
 accept(
     index=lambda g: [
         g.first[:, torch.tensor([1, 0])],

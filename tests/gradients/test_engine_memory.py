@@ -27,6 +27,7 @@ from dpvision.gradients.rules import weight_standardisation
 from dpvision.gradients.rules.weight_standardisation import Standardisation
 from dpvision.gradients.separability import find_mixing, synthetic_batch
 from dpvision.kernels import memory
+from dpvision.privacy.values import Microbatch
 from grads_support import cross_entropy
 
 LAYERS: Final = 6
@@ -241,6 +242,16 @@ def test_a_few_units_of_a_large_model_may_take_as_much_as_its_sums(held_bytes: i
         large = nn.Linear(1 << 14, 1 << 14)  # 2 GiB of sums
     expected = {1 << 20: 64, 50 << 20: 8, 100 << 20: 4, 400 << 20: 4, 3 << 30: 1}[held_bytes]
     assert clipped_sum._microbatch_size(found, large, like, performance) == expected
+
+
+@pytest.mark.parametrize(("expected", "units"), [(None, 512), (4096.0, 512), (200.0, 232), (32.0, 48), (1.0, 8)])
+def test_a_microbatch_is_no_larger_than_most_draws(expected: float | None, units: int) -> None:
+    like = Microbatch(torch.zeros(2, 1, 8, 8), torch.zeros(2), torch.ones(2, 1))
+    found = plan.Plan(plan.OwnershipOverrides(), {}, 1 << 10, channels_last=False)
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(72, 3))
+    assert clipped_sum._microbatch_size(found, network, like, Performance(), expected=expected) == units
+    asked = Performance(microbatch_size=300)
+    assert clipped_sum._microbatch_size(found, network, like, asked, expected=expected) == 300
 
 
 @pytest.mark.parametrize("library", ["glibc", ""])

@@ -313,3 +313,12 @@ def test_findings_read_as_sentences() -> None:
         "1 (CentredByHand): mixes units: one unit's output depends on another unit's input. "
         "Replace it by a module that treats each row by itself, such as GroupNorm for BatchNorm."
     )
+
+
+def test_modules_with_the_same_problem_are_named_together() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(16, 3))
+    with pytest.raises(PrivacyError) as refused:
+        require_private_ready(model, cross_entropy, torch.randn(4, 1, 4, 4), torch.zeros(4).long())
+    assert str(refused.value).count("mixes units") == 1
+    assert "0 (BatchNorm2d), 1 (BatchNorm2d): a forward pass moves" in str(refused.value)
+    assert "make_private_ready" in str(refused.value)

@@ -572,3 +572,15 @@ def test_a_small_model_of_the_catalogue_is_proved_to_keep_rows_apart(
 @pytest.mark.parametrize("entry", LARGE, ids=lambda entry: entry.name)
 def test_a_large_model_of_the_catalogue_is_proved_to_keep_rows_apart(entry: models.Entry) -> None:
     prove_entry(entry)
+
+
+def test_a_check_names_the_line_of_statistics_written_by_hand() -> None:
+    class Centred(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1) - x.flatten(1).mean(0)
+
+    model = nn.Sequential(Centred(), nn.Linear(4, 3))
+    found = planning.check_model(
+        model, loss_for("classification", "cross_entropy", 3), torch.randn(4, 1, 2, 2), torch.zeros(4).long()
+    )
+    assert any(re.search(r"mean \(test_proved_graph.py, line \d+\) works across the rows", str(f)) for f in found)

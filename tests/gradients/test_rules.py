@@ -14,7 +14,7 @@ from dpvision.gradients.clipped_sum import clipped_sum
 from dpvision.gradients.layer_gradient import LayerGradient, MaterialisedGradient, sum_of_squares
 from dpvision.gradients.rules import LayerCall, convolution, register, rule_for
 from dpvision.gradients.rules.convolution import ConvolutionGradient
-from dpvision.models.layers import ScalarGain, WSConv2d
+from dpvision.models.layers import OffsetLinear, ScalarGain, WSConv2d
 from grads_support import relative_error, wavy_loss
 
 
@@ -110,6 +110,9 @@ LAYERS = {
     "prelu": Layer(nn.PReLU, (3, 4)),
     "prelu per channel": Layer(lambda: nn.PReLU(3), (3, 4, 2)),
     "scalar gain": Layer(lambda: ScalarGain(0.7), (3, 4)),
+    "offset linear": Layer(lambda: OffsetLinear(5, 3, length=7.0), (5,)),
+    "offset linear with positions": Layer(lambda: OffsetLinear(5, 3, length=0.5), (4, 5), True),
+    "offset linear in evaluation mode": Layer(lambda: OffsetLinear(5, 3, length=7.0).eval(), (5,)),
     "standardised conv": Layer(lambda: WSConv2d(2, 4, 3), (2, 6, 6), True),
     "standardised conv strided, grouped": Layer(lambda: WSConv2d(4, 6, 3, stride=2, groups=2), (4, 6, 6), True),
     "standardised conv without gain and bias": Layer(lambda: WSConv2d(2, 4, 3, padding=0, affine=()), (2, 6, 5), True),

@@ -14,6 +14,7 @@ from dpvision.errors import ArgumentError
 from dpvision.models import initialisation
 from dpvision.models.layers import (
     Norm,
+    OffsetLinear,
     SamePad2d,
     ScalarGain,
     SqueezeExcite,
@@ -103,6 +104,18 @@ def test_a_scalar_gain_is_one_number() -> None:
     gain = ScalarGain(0.5)
     assert gain.gain.shape == ()
     assert torch.equal(gain(torch.full((2, 3), 4.0)), torch.full((2, 3), 2.0))
+
+
+def test_an_offset_is_learned_in_training_and_left_out_of_predictions() -> None:
+    layer, x = OffsetLinear(3, 2, length=5.0), torch.randn(4, 3)
+    assert not layer(x).any()
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(2, 3))
+        layer.bias.copy_(torch.tensor([1.0, -2.0]))
+    torch.testing.assert_close(layer(x), x @ layer.weight.T + torch.tensor([5.0, -10.0]))
+    torch.testing.assert_close(layer.eval()(x), x @ layer.weight.T)
+    with pytest.raises(ArgumentError, match="length must be"):
+        OffsetLinear(3, 2, length=0.0)
 
 
 def test_squeeze_and_excitation_gates_by_spatial_means() -> None:

@@ -48,6 +48,7 @@ SCALED = [
     ("scaleunet9", "unet9", {}, (2, 3, 32, 32), "scale_norm", 4),
     ("scaleunet9", "unet9", {}, (2, 3, 32, 32), "join_norm", 2),
     ("scalelinknet9", "linknet9", {}, (2, 3, 32, 32), "join_norm", 2),
+    ("scalelinknet9", "linknet9", {"order": "act_norm"}, (2, 3, 32, 32), "join_norm", 2),
 ]
 
 
@@ -78,7 +79,7 @@ def test_weight_standardised_networks_use_filters_of_zero_mean() -> None:
         torch.testing.assert_close(filters.norm(dim=1), torch.ones(conv.out_channels))
 
 
-@pytest.mark.parametrize("depth", [50, 200])
+@pytest.mark.parametrize("depth", [50, 101, 152, 200])
 def test_nf_resnets_know_the_variance_of_their_signal(depth: int) -> None:
     with torch.device("meta"):
         blocks = [m for m in nf_resnet(num_classes=10, in_channels=3, depth=depth).modules() if isinstance(m, NFBlock)]
@@ -87,7 +88,7 @@ def test_nf_resnets_know_the_variance_of_their_signal(depth: int) -> None:
         first = [1, 0.9806, 0.9623, 0.9449, 0.9806, 0.9623, 0.9449]
         rest = [0.9285, 0.9806, 0.9623, 0.9449, 0.9285, 0.9129, 0.8980, 0.9806, 0.9623]
         assert betas == pytest.approx([*first, *rest], abs=5e-5)
-    assert len(betas) == {50: 16, 200: 66}[depth]
+    assert len(betas) == {50: 16, 101: 33, 152: 50, 200: 66}[depth]
 
 
 @pytest.mark.parametrize("make", [nf_resnet, nfnet])
@@ -108,6 +109,52 @@ def test_nf_blocks_keep_unit_variance_at_initialisation(make: Callable[..., nn.M
             assert y.var().item() == pytest.approx(variance + 0.2**2, rel=0.05)
         elif isinstance(block.shortcut, WSConv2d):
             assert y.var().item() == pytest.approx(1 + 0.2**2, rel=0.05)
+
+
+def test_the_order_of_a_unit_is_that_of_the_code_or_of_the_appendix() -> None:
+    for name in ("scaleresnet9", "scaleunet9", "scalelinknet9"):
+        for order, expected in (("norm_act", ["Conv2d", "GroupNorm", "Mish"]), ("act_norm", ["Conv2d", "Mish"])):
+            model = models.create(name, seed=0, order=order)
+            units = [m for m in model.modules() if isinstance(m, nn.Sequential) and isinstance(m[0], nn.Conv2d)]
+            assert len(units) >= 8
+            for unit in units:
+                kinds = [type(layer).__name__ for layer in unit]
+                assert kinds[: len(expected)] == expected
+                assert kinds.count("GroupNorm") == 1
+
+
+def test_scale_norm_of_densenet_normalises_every_concatenation() -> None:
+    model = models.create("densenet121", seed=0, scale_norm=True)
+    with torch.no_grad(), outputs_of(model, "scale_norm") as seen:
+        model(noise(2, 3, 64, 64))
+    assert len(seen) == 58
+    # The last block sees 2 × 2 pixels: the eps of GroupNorm counts where values hardly vary.
+    assert all(abs(y.mean().item()) < 0.02 and abs(y.std().item() - 1) < 0.05 for _, y in seen)
+
+
+@pytest.mark.parametrize("name", ["resnet9", "scaleresnet9", "resnet18", "scaleresnet50", "wrn16_4", "linknet9"])
+def test_frozen_batch_norm_is_batch_norm_in_evaluation(name: str) -> None:
+    trained = models.create(name, seed=0, norm="batch")
+    images = noise(4, 3, 32, 32)
+    with torch.no_grad():
+        for _ in range(3):
+            trained(images)  # moves the running statistics
+    frozen = models.create(name, seed=1, norm="frozen")
+    state = trained.state_dict()
+    frozen.load_state_dict({name: state[name] for name in frozen.state_dict()})
+    with torch.no_grad():
+        torch.testing.assert_close(frozen.train()(images), trained.eval()(images))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet34", "densenet121", "efficientnet_b0"])
+def test_xavier_weights_have_xavier_s_variance(name: str) -> None:
+    model = models.create(name, seed=0, init="xavier_uniform")
+    convs = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.weight.numel() > 30_000]
+    assert convs
+    for conv in convs:
+        fan_in, fan_out = (size * conv.weight[0, 0].numel() for size in conv.weight.shape[1::-1])
+        # A uniform variance's relative error is 2 / sqrt(5 n) or 0.5 % at 30,000 weights: six of them.
+        assert conv.weight.var().item() == pytest.approx(2 / (fan_in + fan_out), rel=0.03)
 
 
 def test_group_counts_go_by_stage_in_resnet9() -> None:

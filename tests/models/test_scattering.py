@@ -96,11 +96,14 @@ def test_colours_are_scattered_one_by_one() -> None:
         torch.testing.assert_close(together[:, colour], scattering(x[:, colour : colour + 1]), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 17, 33])
-def test_the_features_of_a_image_do_not_depend_on_how_many_come_with_it(rows: int) -> None:
-    scattering, images = Scattering((8, 12)), torch.rand(rows, 2, 8, 12)
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 33])
+@pytest.mark.parametrize(("colours", "size"), [(1, (8, 8)), (2, (8, 12)), (3, (16, 8)), (1, (12, 20))])
+def test_the_features_of_an_image_do_not_depend_on_how_many_come_with_it(
+    rows: int, colours: int, size: tuple[int, int]
+) -> None:
+    scattering, images = Scattering(size), torch.rand(rows, colours, *size)
     features = scattering(images)
-    assert features.shape == (rows, 162, 2, 3)
+    assert features.shape == (rows, 81 * colours, size[0] // 4, size[1] // 4)
     for image, found in zip(images, features, strict=True):
         assert torch.equal(scattering(image[None])[0], found)
 

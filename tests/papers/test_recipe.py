@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from dpvision import models
@@ -18,7 +19,17 @@ from dpvision.cli import app
 from dpvision.config import RunConfig, parse_config
 from dpvision.data.store import store_of_arrays
 from dpvision.errors import ArgumentError
-from dpvision.papers import NOT_RUN, Recipe, all_recipes, find_recipe, place_data, quick_config, recipe_data
+from dpvision.papers import (
+    NOT_RUN,
+    Recipe,
+    all_recipes,
+    find_recipe,
+    place_data,
+    quick_config,
+    recipe_data,
+    smoothnets,
+)
+from dpvision.papers.recipe import changed
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.release.verify import verify
 from dpvision.training import train
@@ -58,8 +69,9 @@ def test_every_private_plan_is_possible_and_its_delta_is_at_most_about_one_over_
         assert privacy.expected_batch_size <= privacy.num_units, config.name
         if privacy.enabled:
             assert privacy.delta is not None
-            # Two sources sit at the border: 1e-5 for 100,000 pictures, 8e-7 for 1,271,167.
-            assert privacy.delta * privacy.num_units < 1.02, config.name
+            # Two sources sit at the border: 1e-5 for 100,000 pictures, 8e-7 for 1,271,167. One, 1e-6, is beyond it.
+            most = 1.28 if "kurakin" in config.name else 1.02
+            assert privacy.delta * privacy.num_units < most, config.name
             assert privacy.clip_norm is not None
 
 
@@ -147,7 +159,7 @@ def test_a_reduced_version_keeps_budget_and_model_and_says_what_it_reduces() -> 
 
 def test_liver_recipes_protect_slices_as_the_thesis_does_or_patients_and_never_use_its_batch_loss() -> None:
     recipes = [recipe for recipe in all_recipes() if recipe.config.task == "segmentation"]
-    assert len(recipes) == 26
+    assert len(recipes) == 30
     for recipe in recipes:
         for config in (recipe.config, recipe.cpu):
             assert config is not None
@@ -236,14 +248,21 @@ def test_a_recipe_of_de_et_al_is_the_papers_setting() -> None:
     assert (config.averaging.kind, config.averaging.decay) == ("ema", 0.9999)
 
 
-def test_each_rung_of_the_ladder_adds_one_thing() -> None:
-    rungs = [recipe.config for recipe in all_recipes() if "-ladder" in recipe.name]
+@pytest.mark.parametrize("model", ["wrn40_4", "wrn16_4"])
+def test_each_rung_of_the_ladder_adds_one_thing(model: str) -> None:
+    rungs = [recipe.config for recipe in all_recipes() if f"-{model}-ladder" in recipe.name]
     assert len(rungs) == 6
     for lower, higher in pairwise(rungs):
         parts = ("model", "views", "averaging")
         changes = [part for part in parts if getattr(lower, part) != getattr(higher, part)]
         changes += ["batch"] * (lower.privacy.expected_batch_size != higher.privacy.expected_batch_size)
         assert len(changes) == 1, higher.name
+
+
+def test_a_smoke_test_has_two_steps_where_epochs_were_asked_for(tmp_path: Path) -> None:
+    asked = changed(find_recipe("mnist-shoefit-tanh").config, privacy={"steps": None, "epochs": 15.0})
+    quick = quick_config(asked, tmp_path)
+    assert (quick.privacy.steps, quick.privacy.epochs) == (2, None)
 
 
 def test_a_smoke_test_keeps_model_optimizer_views_and_clipping(tmp_path: Path) -> None:
@@ -263,6 +282,19 @@ def test_a_smoke_test_keeps_model_optimizer_views_and_clipping(tmp_path: Path) -
         assert (quick.privacy.steps, quick.privacy.expected_batch_size) == (2, 4)
         assert quick.name == f"{name}-quick"
         assert Path(quick.data.source).parent == tmp_path, "no real picture is touched"
+
+
+def test_small_images_leave_instance_norm_more_than_one_position(tmp_path: Path) -> None:
+    recipe = find_recipe("imagenette-scaleresnet50-eps7.5-instance")
+    with np.load(quick_config(recipe.config, tmp_path).data.source) as arrays:
+        quick_side = arrays["x_train"].shape[-1]
+    cpu = recipe.at("cpu")
+    assert "64 px" in recipe.reduction
+    for config, side in ((cpu, cpu.data.image_size), (recipe.config, quick_side)):
+        assert config.model is not None
+        assert side is not None
+        model = models.create(config.model.name, num_classes=10, in_channels=3, seed=0, **config.model.options)
+        assert model(torch.zeros(1, 3, side, side)).shape == (1, 10), "one unit by itself, in training mode"
 
 
 FAST = (
@@ -404,3 +436,41 @@ def test_parts_of_cifar100_have_random_classes_merged_evenly_and_are_the_same_fo
     before = path.read_bytes()
     path.unlink()
     assert Path(place_data(config).data.source).read_bytes() == before
+
+
+def test_a_draw_of_classes_has_a_source_of_its_own_and_other_sources_are_none() -> None:
+    assert recipe_data.subset_of("cifar100-min10.npz") == ("min10", 1)
+    assert recipe_data.subset_of("cifar100-half50-draw7.npz") == ("half50", 7)
+    for source in ("cifar100", "cifar100-min10-draw0.npz", "cifar100-max100.npz", "a/cifar100-min10.npz"):
+        assert recipe_data.subset_of(source) is None
+    assert [recipe_data.subset_source("min10", draw) for draw in (1, 3)] == [
+        "cifar100-min10.npz",
+        "cifar100-min10-draw3.npz",
+    ]
+    draws = [tuple(recipe_data.SUBSETS["min10"].chosen(draw)) for draw in (1, 2, 3)]
+    assert len(set(draws)) == 3
+
+
+@pytest.mark.parametrize("depth", smoothnets.RATIOS)
+def test_networks_of_the_ratio_study_have_about_the_papers_size(depth: int) -> None:
+    size = models.count_parameters("smoothnet", depth=float(depth), width=smoothnets.RATIOS[depth])
+    assert size == pytest.approx(3_391_853, rel=0.05)
+
+
+def test_smoothnets_are_scored_on_a_fifth_of_the_training_images_and_baselines_have_xavier_weights() -> None:
+    for model in smoothnets.FIGURES:
+        config = find_recipe(smoothnets.benchmark_name("cifar10", model)).config
+        assert (config.data.validation, config.data.holdout_fraction) == (True, 0.2)
+        assert config.privacy.num_units == 40_000
+        assert config.model is not None
+        usual = model in ("smoothnet", "resnet9")
+        assert config.model.options.get("init") == (None if usual else "xavier_uniform")
+
+
+@pytest.mark.parametrize(("dataset", "filters"), [("mnist", 15), ("fashion", 64)])
+def test_the_capacity_curves_have_the_captions_noise(dataset: str, filters: int) -> None:
+    privacy = find_recipe(f"{dataset}-shoefit-filters{filters}").config.privacy
+    assert (privacy.noise_multiplier, privacy.clip_norm, privacy.expected_batch_size) == (1.1, 1.0, 100)
+    assert privacy.steps == 40 * 600
+    mechanism = Mechanism(num_units=60_000, expected_batch_size=100, clip_norm=1.0, noise_multiplier=1.1, steps=24_000)
+    assert mechanism_guarantee(mechanism, delta=1e-5).epsilon == pytest.approx(1.123, abs=2e-3)  # "differs" says 1.13

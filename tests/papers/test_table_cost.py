@@ -76,7 +76,7 @@ def test_more_steps_than_planned_void(tmp_path: Path) -> None:
 
 
 def test_parts_of_cifar100_are_cifar100(tmp_path: Path) -> None:
-    spend(tmp_path / "runs" / "part" / "1", source="cifar100-min10.npz", enabled=False)
+    spend(tmp_path / "runs" / "part" / "1", source="cifar100-min10-draw2.npz", enabled=False)
     spend(tmp_path / "runs" / "whole" / "1", source="cifar100")
     assert "part/1" in together(tmp_path)["cifar100"]["void"]
 
@@ -203,7 +203,8 @@ def row_values(name: str, *, stamps: tuple[str, ...] = (), bill: Bill | None = N
 def test_the_page_marks_rows_that_are_not_for_release() -> None:
     void = Bill(run="b/1", source="mnist", delta=1e-3, charges=((STEP, 1),), voids=("weights of the same data",))
     rows = [row_values("good"), row_values("bad", stamps=("weights of the same data",), bill=void)]
-    head = {"table": "t", "title": "A title", "scale": "cpu", "smoke_test": None, "repeats": 1, "interrupted": False}
+    head = {"table": "t", "title": "A title", "scale": "cpu", "smoke_test": None, "repeats": 1}
+    head |= {"interrupted": False, "own_sources": False}
     page = markdown({**head, "rows": rows, "sources": [], **released_together([void])})
     good, bad = (line for line in page.splitlines() if line.startswith(("| good", "| bad")))
     assert good.startswith("| good |")

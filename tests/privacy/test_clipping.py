@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -340,9 +339,3 @@ def test_a_style_that_does_not_exist_is_refused() -> None:
         clipped_sum(
             seeded(every_kind), cross_entropy, inputs, targets, clip_norm=1.0, clipping=cast("Clipping", "psac")
         )
-
-
-def test_the_example_of_the_page_on_clipping_runs() -> None:
-    page = Path(__file__).parents[2] / "docs" / "concepts" / "clipping.md"
-    example = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-    exec(compile(example, str(page), "exec"), {"__name__": "clipping_page"})  # noqa: S102

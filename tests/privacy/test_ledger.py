@@ -517,7 +517,7 @@ def test_a_second_writer_is_noticed(tmp_path: Path) -> None:
     first = made(tmp_path / "ledger", steps=2)
     second = Ledger.open(tmp_path / "ledger")
     second.charge(STEP, step=2)
-    with pytest.raises(TamperError, match="somebody else changed it"):
+    with pytest.raises(TamperError, match="another process changed it"):
         first.charge(STEP, step=2)
 
 

@@ -98,6 +98,41 @@ def test_edits_before_the_first_step_of_frozen_parameters_and_of_saved_buffers_a
             optimizer.check_untouched()
 
 
+class Remembering(nn.Linear):
+    """A layer whose state dict has more than parameters and buffers, and a weight other than its own."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.seen, self.shift = torch.zeros(3), 0.0
+        self.register_state_dict_post_hook(self._add_shift)
+
+    @staticmethod
+    def _add_shift(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, _: object) -> None:
+        if module.shift:
+            state[f"{prefix}weight"] = state[f"{prefix}weight"] + module.shift
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.seen
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.seen = state
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "named"),
+    [("seen", torch.ones(3), "frozen._extra_state"), ("shift", 1.0, "frozen.weight in its state_dict")],
+)
+def test_whatever_the_state_dict_would_release_is_watched(attribute: str, value: object, named: str) -> None:
+    model = Net()
+    model.frozen = Remembering().requires_grad_(False)
+    optimizer = door(model)
+    optimizer.step(private_grad(model, 0))
+    optimizer.check_untouched()
+    setattr(model.frozen, attribute, value)
+    with pytest.raises(PrivacyError, match=f"optimizer step: {named}. "):
+        optimizer.check_untouched()
+
+
 def test_an_added_or_removed_parameter_is_seen() -> None:
     model = Net()
     optimizer = door(model)

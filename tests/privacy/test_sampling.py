@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,6 +56,18 @@ def poisson_p_value(inclusion: Inclusion, q: float) -> float:
         middle_share_p_value(inclusion.sum(axis=0), steps, q),
     ]
     return min(1.0, len(p_values) * min(float(p) for p in p_values))
+
+
+@pytest.mark.parametrize("rate", [0, -0.1, 1.5, float("nan"), float("inf"), None, "0.5"])
+def test_a_rate_that_is_no_probability_is_refused(rate: Any) -> None:
+    with pytest.raises(ArgumentError, match="sample_rate must"):
+        sampler(rate)
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0, "1", None])
+def test_a_step_that_is_no_number_of_a_step_has_no_draw(step: Any) -> None:
+    with pytest.raises(ArgumentError, match="step must be a whole number"):
+        sampler(0.5).units(step)
 
 
 def inclusion_of(draws: PoissonSampler, steps: int) -> Inclusion:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -43,11 +45,22 @@ def test_the_divisor_and_the_rate_are_never_rounded() -> None:
         {"steps": True},
         {"privacy_unit": ""},
         {"adjacency": "neighbour"},
+        {"num_units": "100"},
+        {"expected_batch_size": None},
+        {"expected_batch_size": 10**400},
+        {"privacy_unit": 7},
     ],
 )
 def test_a_mechanism_of_nonsense_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ArgumentError):
         Mechanism.from_dict({**MECHANISM.to_dict(), **wrong})
+
+
+@pytest.mark.parametrize("name", ["delta", "target_epsilon"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), "0.001"])
+def test_what_a_mechanism_was_calibrated_for_is_a_guarantee(name: str, value: object) -> None:
+    with pytest.raises(ArgumentError, match=f"{name} must"):
+        dataclasses.replace(MECHANISM, **{name: value})
 
 
 def test_all_problems_are_named_at_once() -> None:

@@ -42,6 +42,8 @@ TARGETS: tuple[Callable[[Draw, Seeds, Path], Case], ...] = (
     hostile_files.features,
     hostile_files.volume,
     hostile_files.pairs,
+    hostile_files.table,
+    hostile_files.dicom,
     hostile_runs.json_config,
     hostile_runs.toml_config,
     hostile_runs.certificate,
@@ -49,6 +51,7 @@ TARGETS: tuple[Callable[[Draw, Seeds, Path], Case], ...] = (
     hostile_runs.run_folder,
     hostile_runs.arguments,
     hostile_runs.training,
+    hostile_runs.training_on_files,
     hostile_runs.commands,
 )
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the guard reads /proc")

@@ -13,7 +13,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "dpvision"
 LAYERS = (
     ("errors", "openmp"),
-    ("storage.files", "privacy.mechanism", "privacy.randomness", "own_code", "scoring"),
+    ("storage.files", "privacy.mechanism", "privacy.randomness", "own_code", "scoring", "ranks"),
     ("privacy.sampling",),
     ("privacy.values", "accounting", "kernels"),
     ("config",),
@@ -24,7 +24,8 @@ LAYERS = (
     ("release", "inference"),
     ("exports",),
     ("training",),
-    ("papers", "audit", "compat"),
+    ("analyze",),
+    ("papers", "audit", "compat", "tune", "doctor"),
     ("cli",),
     ("__main__",),
 )
@@ -102,10 +103,13 @@ def test_no_two_modules_share_a_basename() -> None:
         ".privacy.ledger",
         ".config",
         ".openmp",
+        ".ranks",
         ".own_code",
         ".scoring",
         ".release",
         ".release.verify",
+        ".doctor",
+        ".kernels",
         ".cli",
     ],
 )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import report_fixtures
+from dpvision.data.images import decode
 from dpvision.release.model_card import known_model_cards, model_card
+from unusual_images import write_unusual_images
 
 CONFIG: dict[str, Any] = {"name": "digits", "task": "classification", "model": {"name": "shoefit_cnn"}}
 METRICS: dict[str, Any] = {"final": {"accuracy": 0.9817, "loss": 0.07, "evaluated_on": "mnist test"}}
@@ -113,7 +117,28 @@ def test_a_model_that_can_not_be_exported_shows_no_such_lines(shape: Any) -> Non
 
 def test_the_card_of_an_older_release_is_known_too() -> None:
     certificate = report_fixtures.certificate(data=SHAPED)
-    new, old = known_model_cards(certificate, metrics=METRICS, config=CONFIG)
+    new, short, old = known_model_cards(certificate, metrics=METRICS, config=CONFIG)
     assert new == card(certificate)
     before, _, rest = new.partition("## Use it without dpvision")
     assert old == before + rest[rest.index("## Figures") :]
+    assert 'ImageOps.fit(Image.open("image.png").convert("RGB"), (48, 32), Image.Resampling.BILINEAR)' in short
+    assert len(short) < len(new)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("window", [None, (-160.0, 2400.0)])
+def test_the_lines_of_the_card_prepare_images_as_predict_does(
+    tmp_path: Path, channels: int, window: tuple[float, float] | None
+) -> None:
+    certificate = report_fixtures.certificate(data={**SHAPED, "image_shape": [channels, 12, 9]})
+    data = {"data": {"source": "scans", "window": None if window is None else list(window)}}
+    text = card(certificate, config={**CONFIG, **data})
+    block = text.partition("```python\n")[2].partition("```")[0]
+    lines = [line for line in block.splitlines() if not line.startswith(("session", "print", "import"))]
+    for path in write_unusual_images(tmp_path):
+        if window is not None and path.name != "sixteen.png":
+            continue  # refused by predict: a window is for 16 bits
+        names: dict[str, Any] = {"np": np}
+        exec("\n".join(lines).replace('"image.png"', repr(str(path))), names)  # noqa: S102 - our own lines
+        expected = decode(path, image_shape=(channels, 12, 9), window=window)
+        np.testing.assert_array_equal(names["pixels"][0], expected, err_msg=path.name)

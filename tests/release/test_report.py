@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 
 import report_fixtures as fixtures
 from dpvision.accounting import Profile, guarantee, true_positive_bound
-from dpvision.errors import DPVisionError
+from dpvision.errors import ArgumentError, DPVisionError
 from dpvision.privacy.mechanism import Adjacency, Event
 from dpvision.release import report
 from dpvision.release.build import proved_profile
@@ -242,6 +243,21 @@ def test_a_received_release_is_left_as_it_is(tmp_path: Path) -> None:
         write_report(run)
     assert write_report(run, output=tmp_path / "page.html").is_file()
     assert {path.name: path.read_bytes() for path in (run / "release").iterdir()} == before
+
+
+@pytest.mark.parametrize("kind", ["image", "pipe", "device"])
+def test_a_page_replaces_nothing_but_a_page(tmp_path: Path, kind: str) -> None:
+    run = fixtures.write_run(tmp_path / "run")
+    place = Path("/dev/never-made") if kind == "device" else tmp_path / "place"
+    if kind == "image":
+        place.write_bytes(b"\x89PNG\r\n")
+    elif kind == "pipe":
+        os.mkfifo(place)
+    with pytest.raises(ArgumentError, match="no page of HTML" if kind == "image" else "a device or a pipe"):
+        write_report(run, output=place)
+    assert not place.exists() or not place.is_file() or place.read_bytes() == b"\x89PNG\r\n"
+    page = tmp_path / "page.html"
+    assert write_report(run, output=page) == write_report(run, output=page)
 
 
 @pytest.mark.parametrize(
@@ -572,7 +588,7 @@ def test_a_falling_curve_and_a_useless_model_are_named_on_page_and_terminal(tmp_
     metrics["final"] = {"accuracy": 0.48, "per_class": {"a": 0.4, "b": 0.56}, "per_class_count": {"a": 100, "b": 100}}
     text = page_of(tmp_path / "run", metrics=metrics).text
     lines = summary_lines(fixtures.certificate(), metrics)
-    fall = "ccuracy was 82.7 % at epsilon 0.90 and ended at 48.0 %: lower --learning-rate, or train for fewer steps"
+    fall = "ccuracy was 82.7 % at epsilon 0.90 and ended at 48.0 %: lower --learning-rate, or train for fewer steps. A"
     assert fall in text.replace("\u00a0", " ")
     assert any(fall in line for line in lines)
     assert "Guarantee in order: yes" in text
@@ -580,6 +596,32 @@ def test_a_falling_curve_and_a_useless_model_are_named_on_page_and_terminal(tmp_
     assert "better than chance:  no (48.0 %, 95 % interval 41.2 to 54.9 %; always a: 50.0 %)" in lines
     found = verdicts_of(fixtures.certificate(), metrics)
     assert (found["guarantee_in_order"], found["better_than_chance"]) == (True, "no")
+
+
+def test_another_threshold_is_named_for_two_classes_where_it_gains() -> None:
+    point = {"rule": "youden", "positive": "b", "threshold": 0.7, "fitted_on": 100, "reported_on": 100}
+    point |= {"sensitivity": 0.89, "specificity": 0.85}
+    final = {"accuracy": 0.78, "balanced_accuracy": 0.78, "auc": 0.95, "operating_point": point}
+    final |= {"per_class": {"a": 0.6, "b": 0.96}, "per_class_count": {"a": 150, "b": 150}}
+    final["intervals"] = {"auc": [0.92, 0.97], "accuracy": [0.73, 0.82]}
+
+    def note(**changed: Any) -> str:
+        metrics = {**fixtures.metrics(), "curve": [], "final": {**final, **changed}}
+        return " ".join(line for line in summary_lines(fixtures.certificate(), metrics) if line.startswith("note:"))
+
+    assert "another threshold gives better answers, see dpvision evaluate --operating-point" in note()
+    assert not note(balanced_accuracy=0.86)
+    assert not note(intervals={"auc": [0.5, 0.97]})
+    assert "another threshold may give" in note(
+        accuracy=0.5, intervals={"auc": [0.6, 0.97], "accuracy": [0.4, 0.6]}, operating_point=None
+    )
+    assert not note(per_class={"a": 0.6, "b": 0.9, "c": 0.8}, per_class_count={"a": 150, "b": 150, "c": 100})
+
+
+def test_a_model_no_better_than_chance_is_not_called_calibrated(tmp_path: Path) -> None:
+    metrics = fixtures.metrics()
+    metrics["final"] = {"accuracy": 0.48, "per_class": {"a": 0.4, "b": 0.56}, "per_class_count": {"a": 100, "b": 100}}
+    assert "it is no better than always a" in page_of(tmp_path / "run", metrics=metrics).text
 
 
 def test_dice_below_a_constant_mask_is_no_better_than_chance(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,15 @@ def test_a_list_names_data_model_epsilon_result_and_state(runs: Path) -> None:
     stopped = found["stopped"]
     assert (stopped.steps, stopped.result) == ((6, 12), None)
     assert stopped.epsilon == pytest.approx(guarantee([(STEP, 6)], delta=1e-3).epsilon)
+
+
+def test_names_of_folders_are_printed_as_they_are_or_escaped(runs: Path, tmp_path: Path) -> None:
+    for name in ("[", "[red]a", "b\x1b[31m", os.fsdecode(b"c\xff")):
+        shutil.copytree(runs / "done", tmp_path / name / "]x")
+    result = dpvision("runs", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    for shown in ("/[/]x", "/[red]a/]x", r"/b\x1b[31m/]x", r"/c\udcff/]x"):
+        assert shown in result.stdout
 
 
 def test_the_reason_of_a_failure_stays_private(runs: Path) -> None:

@@ -20,7 +20,7 @@ from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.mechanism import Event
 from dpvision.privacy.randomness import Keys
 from dpvision.storage.files import json_bytes, sha256_hex, weights_bytes
-from dpvision.storage.run_folder import CERTIFICATE, MANIFEST, WEIGHTS, RunFolder
+from dpvision.storage.run_folder import CERTIFICATE, MANIFEST, SEARCH_LEDGER, WEIGHTS, RunFolder
 
 HEADER = {"run_id": "r1", "privacy_unit": "example", "adjacency": "add_remove", "num_units": 1000, "delta": 1e-4}
 STEP = Event(sample_rate=0.1, noise_multiplier=1.5)
@@ -441,3 +441,59 @@ def test_values_that_are_not_json_are_refused(tmp_path: Path) -> None:
     for value in (float("nan"), float("inf"), {1, 2}, torch.zeros(1)):
         with pytest.raises(ArgumentError, match="not JSON"):
             json_bytes({"value": value})
+
+
+@pytest.mark.parametrize("kept", ["nothing", "a charge", "the ledger of a search"])
+def test_only_a_run_that_spent_nothing_is_removed_for_a_restart(tmp_path: Path, kept: str) -> None:
+    with RunFolder.create(tmp_path / "run") as folder:
+        path = folder.release / SEARCH_LEDGER if kept == "the ledger of a search" else folder.ledger_path
+        Ledger.create(path, HEADER, charges=[STEP] if kept == "a charge" else [])
+    RunFolder(tmp_path / "run").remove_unspent()
+    assert path.exists() is (kept != "nothing")
+
+
+@pytest.mark.parametrize("inside", ["private/thesis.tex", "private/config.json", "private/checkpoints/best.pt"])
+@pytest.mark.parametrize("of_a_run", [False, True])
+def test_files_that_are_not_of_a_run_are_never_removed(tmp_path: Path, inside: str, of_a_run: bool) -> None:
+    """Someone who names a folder of his own as that of the run, by mistake, loses nothing."""
+    if of_a_run:
+        RunFolder.create(tmp_path / "run").close()
+    path = tmp_path / "run" / inside
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("years of work")
+    (tmp_path / "run" / "release").mkdir(exist_ok=True)
+    RunFolder(tmp_path / "run").remove_unspent()
+    assert path.exists() is not (of_a_run and path.name == "config.json")
+    assert of_a_run or not (tmp_path / "run" / "private" / "lock").exists()
+
+
+def test_a_lock_that_was_removed_meanwhile_locks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two restarts of one job at once: the slower one must not remove what the faster one has begun."""
+    import fcntl
+
+    flock, begun = fcntl.flock, list[RunFolder]()
+
+    def slowly(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        RunFolder(tmp_path / "run").remove_unspent()
+        begun.append(RunFolder.create(tmp_path / "run"))
+        flock(descriptor, how)
+
+    RunFolder.create(tmp_path / "run").close()
+    monkeypatch.setattr(fcntl, "flock", slowly)
+    with pytest.raises(DPVisionError, match="begun again by another process"):
+        RunFolder(tmp_path / "run").remove_unspent()
+    assert begun[0].checkpoints.is_dir()
+
+
+def test_what_a_crash_left_of_a_start_is_removed(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path / "run") as folder:
+        folder.write_config("{}")
+        folder.write_whole_config("{}")
+        (folder.private / ".key.json.a1b2.tmp").write_bytes(b"half")
+        folder.note_start(job="a job")
+    RunFolder(tmp_path / "run").remove_unspent()
+    assert list((tmp_path / "run").iterdir()) == []
+    (tmp_path / "run" / "private" / "checkpoints").mkdir(parents=True)  # killed before its lock
+    RunFolder(tmp_path / "run").remove_unspent()
+    assert list((tmp_path / "run").iterdir()) == []

@@ -49,7 +49,10 @@ class Replay:
     def __init__(self) -> None:
         self.sums: list[dict[str, torch.Tensor]] = []
 
-    def noisy_mean(self, clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> PrivateGrad:
+    def noisy_mean(
+        self, clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int, sizes: None = None
+    ) -> PrivateGrad:
+        assert sizes is None  # one process
         assert clipped.clip_norm == mechanism.clip_norm
         self.sums.append({name: value.clone() for name, value in clipped.gradients.items()})
         generator = torch.Generator().manual_seed(step)

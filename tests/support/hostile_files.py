@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -248,6 +249,71 @@ def volume(draw: Draw, seeds: Seeds, box: Path) -> Case:
     """A NIfTI volume, packed or not, with a damaged header or damaged voxels."""
     path = _damaged_volume(draw, seeds, box)
     return lambda: read_volume(path)
+
+
+def table(draw: Draw, seeds: Seeds, box: Path) -> Case:
+    """A damaged Parquet or Arrow table with images inside: by itself, by split, or as a saved dataset."""
+    if not seeds.tables:
+        pytest.skip("pyarrow is not installed")
+    name = draw(st.sampled_from(sorted(seeds.tables)))
+    content = draw(damaged_bytes(seeds.tables[name]))
+    if draw(one_in(20)):
+        content = draw(st.sampled_from(DISGUISES))
+    options = LoadOptions(
+        image_size=draw(one_of(None, 8)),
+        skip_bad=draw(st.booleans()),
+        unit_column=draw(one_of(None, "patient")),
+        download=False,
+    )
+    path = box / name
+    if draw(st.booleans()):
+        path.write_bytes(content)
+        return lambda: load(path, options)
+    if name.endswith(".parquet"):
+        for split, data in (("train", content), ("test", seeds.tables[name])):
+            (box / f"{split}-00000-of-00001.parquet").write_bytes(data)
+        return lambda: load(box, options)
+    for split, data in (("train", content), ("test", seeds.tables[name])):
+        (box / split).mkdir()
+        (box / split / "data.arrow").write_bytes(data)
+        state = b'{"_data_files": [{"filename": "data.arrow"}]}'
+        (box / split / "state.json").write_bytes(draw(mostly(state, damaged_one_in=5)))
+        (box / split / "dataset_info.json").write_text("{}")
+    (box / "dataset_dict.json").write_bytes(draw(mostly(b'{"splits": ["train", "test"]}', damaged_one_in=5)))
+    return lambda: load(box, options)
+
+
+def dicom(draw: Draw, seeds: Seeds, box: Path) -> Case:
+    """Class folders of DICOM files, some damaged, in their header or in their pixels."""
+    if not seeds.dicom:
+        pytest.skip("pydicom is not installed")
+    for label in ("ill", "well"):
+        (box / label).mkdir()
+        for number in range(draw(st.integers(1, 2))):
+            name = draw(st.sampled_from(sorted(seeds.dicom)))
+            data = seeds.dicom[name].replace(b"P1", b"P%d" % (number + 2 * (label == "well")))
+            ending = draw(one_of("", ".dcm"))
+            (box / label / f"{number}{ending}").write_bytes(draw(mostly(data, damaged_one_in=2)))
+        _add_trap(draw, box / label, box)
+    options = LoadOptions(
+        skip_bad=draw(st.booleans()), image_size=draw(one_of(None, 8)), squash=draw(st.booleans()), download=False
+    )
+    return lambda: load(box, options)
+
+
+def damaged_source(draw: Draw, seeds: Seeds, box: Path) -> Path:
+    """A damaged table with images inside, or class folders of DICOM files of which one is damaged."""
+    name = draw(st.sampled_from(sorted({**seeds.tables, **seeds.dicom})))
+    if name in seeds.tables:
+        (box / name).write_bytes(draw(mostly(seeds.tables[name], damaged_one_in=2)))
+        return box / name
+    root = box / "scans"
+    for number in range(6):
+        place = root / ("ill", "well")[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        content = seeds.dicom[name].replace(b"P1", b"P%d" % number)
+        (place / f"{number}.dcm").write_bytes(draw(mostly(content, damaged_one_in=2)) if not number else content)
+    return root
 
 
 def _damaged_volume(draw: Draw, seeds: Seeds, place: Path) -> Path:

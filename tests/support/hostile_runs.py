@@ -13,6 +13,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from damage import ODD_TEXTS, damaged_bytes, damaged_json, damaged_safetensors, json_bytes, odd_texts, one_in, one_of
@@ -25,7 +26,7 @@ from dpvision.release.report import write_report
 from dpvision.release.schema import parse_certificate
 from dpvision.release.verify import verify
 from dpvision.training import resume_training
-from hostile_files import Case, Draw
+from hostile_files import Case, Draw, damaged_source
 from hostile_seeds import Seeds
 
 _ALLOWED_CODES = (0, 1, 2, 130)
@@ -315,6 +316,26 @@ def training(draw: Draw, seeds: Seeds, box: Path) -> Case:
     return lambda: _call(values, box)
 
 
+def training_on_files(draw: Draw, seeds: Seeds, box: Path) -> Case:
+    """``dpvision train`` on a damaged Parquet or Arrow table or on DICOM files: a whole run, or one line."""
+    if not seeds.tables or not seeds.dicom:
+        pytest.skip("pyarrow and pydicom are not installed")
+    values = ["train", str(damaged_source(draw, seeds, box)), "--model", "linear", "--image-size", "8"]
+    values += ["--steps", "1", "--noise-multiplier", "2", "--num-units", "12", "--expected-batch-size", "4"]
+    values += ["--delta", "1e-3", "--holdout", "0.4", "--evaluations", "1", "--anyway", "--output", str(box / "out")]
+    values += draw(one_of((), ("--skip-bad",), ("--public-classes",), ("--classes", "ill,well")))
+
+    def train_or_leave() -> None:
+        code, errors = _call(values, box)
+        left = sorted(path.name for path in (box / "out").rglob("*")) if (box / "out").exists() else []
+        if code == 0 and "manifest.json" not in left:
+            raise WrongEndError(f"a run without a manifest: {left}")
+        if code != 0 and (code != 2 or left or len(errors.strip().splitlines()) != 1):
+            raise WrongEndError(f"exit code {code}, {left} was written, and the errors are {errors!r}")
+
+    return train_or_leave
+
+
 def commands(draw: Draw, seeds: Seeds, box: Path) -> Case:
     """The commands that read run folders, on one that was changed, with images that were changed."""
     run = box / "run"
@@ -338,16 +359,20 @@ def commands(draw: Draw, seeds: Seeds, box: Path) -> Case:
     return lambda: _call([*values, *json_flag], box)
 
 
-def _call(values: list[str], box: Path) -> None:
-    """Run the command in this process and check its exit code and every character that it prints."""
-    held = io.StringIO()
-    with redirect_stdout(held), redirect_stderr(held), _inside(box, ["dpvision", *values]):
+def _call(values: list[str], box: Path) -> tuple[Any, str]:
+    """Run the command in this process and check its exit code and every character that it prints.
+
+    Returns:
+        The exit code and what was written to stderr.
+    """
+    held, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(held), redirect_stderr(errors), _inside(box, ["dpvision", *values]):
         try:
             main()
             code: Any = 0
         except SystemExit as error:
             code = error.code
-    printed = held.getvalue()
+    printed = held.getvalue() + errors.getvalue()
     if code not in _ALLOWED_CODES:
         raise WrongEndError(f"exit code {code}: {printed[-300:]!r}")
     if "Traceback" in printed:
@@ -356,6 +381,7 @@ def _call(values: list[str], box: Path) -> None:
     if raw:
         raise WrongEndError(f"raw control characters {raw!r}")
     printed.encode()
+    return code, errors.getvalue()
 
 
 @contextmanager

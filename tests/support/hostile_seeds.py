@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, final
 
@@ -16,6 +18,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save
 
+from dicom_files import write_dicom
 from dpvision.config import parse_config
 from dpvision.training import train
 
@@ -32,6 +35,8 @@ class Seeds:
     cifar: Mapping[str, bytes]
     npz: bytes
     volume: bytes
+    tables: Mapping[str, bytes]
+    dicom: Mapping[str, bytes]
     weights: Mapping[str, bytes]
     config: dict[str, Any]
     run: Path
@@ -55,6 +60,8 @@ def make_seeds(folder: Path) -> Seeds:
         cifar=_cifar(generator),
         npz=data.read_bytes(),
         volume=_volume(),
+        tables=_tables(),
+        dicom=_dicom(folder),
         weights=_weights(),
         config=config,
         run=run,
@@ -114,6 +121,44 @@ def _encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
 def _volume() -> bytes:
     voxels = np.random.default_rng(2).integers(-900, 900, (6, 5, 4)).astype(np.int16)
     return nibabel.Nifti1Image(voxels, np.eye(4)).to_bytes()
+
+
+def _tables() -> dict[str, bytes]:
+    """Tables with images inside: Parquet and both kinds of Arrow, as Hugging Face stores them. None without pyarrow."""
+    if find_spec("pyarrow") is None:
+        return {}
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    grey = Image.fromarray(np.random.default_rng(3).integers(0, 256, (9, 11), dtype=np.uint8))
+    features = {"image": {"_type": "Image"}, "label": {"names": ["ill", "well"], "_type": "ClassLabel"}}
+    table: Any = arrow.table(
+        {
+            "image": [{"bytes": _encoded(grey, "PNG"), "path": f"{row}.png"} for row in range(4)],
+            "label": [row % 2 for row in range(4)],
+            "patient": [f"p{row}" for row in range(4)],
+        }
+    ).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    stored: dict[str, Any] = {name: arrow.BufferOutputStream() for name in ("a.parquet", "stream.arrow", "file.arrow")}
+    parquet.write_table(table, stored["a.parquet"])
+    for name, writer in (("stream.arrow", arrow.ipc.new_stream), ("file.arrow", arrow.ipc.new_file)):
+        with writer(stored[name], table.schema) as file:
+            file.write_table(table)
+    return {name: held.getvalue().to_pybytes() for name, held in stored.items()}
+
+
+def _dicom(folder: Path) -> dict[str, bytes]:
+    """Grey, colour and several frames; none without pydicom."""
+    if find_spec("pydicom") is None:
+        return {}
+    generator = np.random.default_rng(4)
+    pixels = {
+        "grey.dcm": generator.integers(0, 4000, (9, 11), dtype=np.uint16),
+        "colour.dcm": generator.integers(0, 256, (9, 11, 3), dtype=np.uint8),
+        "frames.dcm": generator.integers(-900, 900, (4, 9, 11)).astype(np.int16),
+    }
+    tags = {"RescaleSlope": 2.0, "RescaleIntercept": -1000.0, "WindowCenter": 40.0, "WindowWidth": 400.0}
+    return {name: write_dicom(folder / name, array, **tags).read_bytes() for name, array in pixels.items()}
 
 
 def _idx(images: np.ndarray, labels: np.ndarray) -> dict[str, bytes]:

@@ -123,9 +123,9 @@ def test_the_style_reaches_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     lengths: dict[Clipping, float] = {}
     asked: list[Clipping] = []
 
-    def watched(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> Any:
+    def watched(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, **more: Any) -> Any:
         lengths.setdefault(mechanism.clipping, total_norm(clipped.gradients))
-        return noisy_mean(clipped, mechanism, keys, step=step)
+        return noisy_mean(clipped, mechanism, keys, **more)
 
     def watched_sum(*arguments: Any, clipping: Clipping, **others: Any) -> ClippedSum:
         asked.append(clipping)

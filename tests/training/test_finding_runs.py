@@ -100,7 +100,7 @@ def test_one_table_serves_findings_and_patients(labels: Path) -> None:
         (lambda text: text.replace("train/3.png,train p1,", "train/3.png,train p1,maybe"), "must be 1, 0, -1"),
         (lambda text: text.replace("train/3.png", "train/300.png"), "not in the folder"),
         (lambda text: "\n".join(line for line in text.splitlines() if "train/3.png" not in line), "no row for 1"),
-        (lambda text: text + "train/3.png,train p1,0,0,0\n", "twice"),
+        (lambda text: text + "train/3.png,train p1,0,0,0\n", "names train/3.png again in line 122"),
         (lambda text: text.replace("Path,", "what,"), "heading"),
         (lambda text: text.replace("Edema", "Oedema"), "no column for Edema"),
     ],

@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import dpvision
+from dpvision.data import load
 from dpvision.errors import DataError, PrivacyError
 from dpvision.release.verify import verify
 from dpvision.training import resume_training, train
@@ -101,6 +102,14 @@ def test_a_run_on_given_data_resumes_with_the_same_data_exactly(tmp_path: Path) 
 def test_other_data_is_refused_in_one_line(tmp_path: Path, data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         train(named(tmp_path), run=tmp_path / "run", data=data)
+    assert not (tmp_path / "run").exists()
+
+
+def test_splits_of_another_source_are_not_given_as_data(tmp_path: Path) -> None:
+    """A private .npz under the name of a public dataset would have that one's public test images and size."""
+    splits = load(write_images(tmp_path / "images.npz"))
+    with pytest.raises(DataError, match="name their source instead"):
+        train(tiny_config(Path("digits")), run=tmp_path / "run", data=splits)
     assert not (tmp_path / "run").exists()
 
 

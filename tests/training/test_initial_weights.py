@@ -296,9 +296,9 @@ class Recorded(RunCallback):
         self.noisy: dict[int, set[str]] = {}
         original = step_module.noisy_mean
 
-        def watched(clipped: Any, *arguments: Any, step: int) -> Any:
+        def watched(clipped: Any, *arguments: Any, step: int, **more: Any) -> Any:
             self.noisy[step] = set(clipped.gradients)
-            return original(clipped, *arguments, step=step)
+            return original(clipped, *arguments, step=step, **more)
 
         monkeypatch.setattr(step_module, "noisy_mean", watched)
 
@@ -473,6 +473,26 @@ def test_mean_var_draws_each_layer_with_the_moments_of_the_earlier_run(tmp_path:
     assert "first weights and this run together" in words
 
 
+def test_a_numbered_mean_var_draw_is_the_same_in_every_run(tmp_path: Path, pictures: Path) -> None:
+    earlier(tmp_path, pictures, private=False)
+    still = {"privacy": {"enabled": False}, "optimizer": {"learning_rate": 1e-12}}
+    found = []
+    for number, (seed, draw) in enumerate([(1, 3), (2, 3), (1, 4)]):
+        config = transfer_config(
+            pictures,
+            tmp_path / "earlier",
+            trained="all",
+            initialisation="mean_var",
+            draw=draw,
+            sections=still,
+            source=None,
+        )
+        train(config, run=tmp_path / str(number), seed=seed)
+        found.append(released(tmp_path / str(number))["0.weight"])
+    assert torch.allclose(found[0], found[1], atol=1e-6)  # after twelve steps of rate 1e-12
+    assert not torch.allclose(found[0], found[2], atol=1e-2)
+
+
 # ---- wrong configurations
 
 
@@ -484,6 +504,7 @@ def test_mean_var_draws_each_layer_with_the_moments_of_the_earlier_run(tmp_path:
         ({"trained": "head_then_all"}, "head_steps"),
         ({"head_steps": 2}, "head_steps"),
         ({"initialisation": "mean_var"}, "trained=all"),
+        ({"draw": 3}, "initialisation=mean_var"),
         ({"trained": "head_then_all", "head_steps": 12}, "head_steps must be below steps=12"),
         ({"source": None}, "source must say"),
         ({"weights": "nowhere.safetensors"}, "weights must be a file"),

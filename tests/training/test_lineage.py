@@ -254,7 +254,7 @@ def test_known_weights_are_stamped_on_the_data_that_they_were_trained_on(
     result = train(config_of(data, weights, source="my own pictures"), run=tmp_path / "run").certificate
     assert any("ImageNet" in stamp for stamp in result["stamps"])
     words = declared(result)["first weights"]
-    assert "trained on ImageNet (whoever configured the run adds: my own pictures)" in words
+    assert "trained on ImageNet (the person who configured the run adds: my own pictures)" in words
 
 
 def test_every_known_set_names_the_data_that_would_stamp_it() -> None:
@@ -322,7 +322,7 @@ def test_words_of_the_user_are_added_to_what_the_earlier_run_says(tmp_path: Path
     train(config_of(patients), run=tmp_path / "a")
     result = train(config_of(others, tmp_path / "a", source="harmless pictures"), run=tmp_path / "b").certificate
     words = declared(result)["first weights"]
-    assert "trained on patients.npz (whoever configured the run adds: harmless pictures)" in words
+    assert "trained on patients.npz (the person who configured the run adds: harmless pictures)" in words
 
 
 def test_a_file_out_of_a_run_is_refused_where_its_folder_should_be_given(

@@ -61,6 +61,13 @@ def test_the_model_is_the_released_one_and_ready_to_use(result: Any) -> None:
     assert result.model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
 
 
+def test_a_printed_result_or_model_is_one_short_line(result: Any) -> None:
+    for text in (repr(result), repr(dpvision.load(result.run))):
+        assert len(text) < 500
+        assert "epsilon=" in text
+        assert "\n" not in text
+
+
 def test_the_figure_shows_the_score_over_epsilon(result: Any) -> None:
     (axes,) = result.plot().axes
     (line,) = axes.lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -135,6 +136,37 @@ def test_the_default_run_trains_a_head_on_installed_weights_and_records_it(weigh
     assert verify(tmp_path / "run").ok
     notes = [entry.payload for entry in read_ledger(tmp_path / "run" / "release" / "ledger.jsonl")]
     assert any(DEFAULT in str(note.get("how", "")) for note in notes)
+
+
+def test_a_private_head_of_two_classes_learns_an_offset_that_it_does_not_predict_with(
+    weights: Path, tmp_path: Path
+) -> None:
+    scans = write_folder(tmp_path / "scans")
+    found = prepared(left_open(scans))
+    assert found.config.model is not None
+    assert 0 < float(str(found.config.model.options["offset"])) < 1
+    assert [choice.reason for choice in found.choices if choice.setting == "offset"]
+    # A rate that is given changes the rate alone.
+    other = prepared(left_open(scans, optimizer={"learning_rate": 0.25})).config
+    assert other.model == found.config.model
+    assert other.optimizer is not None
+    assert other.optimizer.learning_rate == 0.25
+
+
+@pytest.mark.parametrize("case", ["three classes", "without privacy", "a named model"])
+def test_other_heads_have_no_offset(weights: Path, tmp_path: Path, case: str) -> None:
+    scans = write_folder(tmp_path / "scans")
+    changes: dict[str, Any] = {}
+    if case == "three classes":
+        shutil.copytree(scans / "dark", scans / "middle")
+    elif case == "without privacy":
+        changes["privacy"] = {"enabled": False}
+    else:
+        changes = {"model": {"name": "efficientnet_lite0"}, "transfer": {"weights": DEFAULT}}
+    config = prepared(left_open(scans, **changes)).config
+    assert config.model is not None
+    assert config.model.name == "efficientnet_lite0"
+    assert "offset" not in config.model.options
 
 
 def test_the_choice_is_printed_with_its_reason(weights: Path, tmp_path: Path) -> None:

@@ -311,6 +311,43 @@ def test_data_loaders_and_optimizers_of_other_models_are_refused(tmp_path: Path)
         run.batches(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, Y)))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"model": print}, "torch.nn.Module, got builtin"),
+        ({"model": nn.Linear(4, 2, device="meta")}, "weight is on the meta device"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"seed": "one"}, "seed must be a whole number"),
+        ({"callback": 3}, "RunCallback, got int"),
+    ],
+    ids=str,
+)
+def test_arguments_of_other_kinds_are_named(tmp_path: Path, arguments: Any, named: str) -> None:
+    given = {"model": nn.Linear(6, 2), **arguments}
+    parameters = given["model"].parameters() if isinstance(given["model"], nn.Module) else [nn.Parameter(X[0])]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    with pytest.raises(ArgumentError, match=named):
+        dpvision.PrivateRun(given.pop("model"), optimizer, mechanism(), tmp_path / "run", **given)
+
+
+def test_a_model_of_inference_tensors_is_refused(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        model = nn.Linear(6, 2)
+    with pytest.raises(ArgumentError, match=r"weight is made in torch\.inference_mode"):
+        dpvision.PrivateRun(model, torch.optim.SGD(model.parameters(), lr=0.1), mechanism(), tmp_path / "run")
+
+
+@pytest.mark.parametrize("size", ["x", None, 1.5, 2**21])
+def test_a_wrong_size_of_micro_batches_or_views_is_named(tmp_path: Path, size: Any) -> None:
+    run, *_ = start(tmp_path / "run")
+    batch = next(run.batches((X, Y)))
+    with pytest.raises(ArgumentError, match="views_per_unit"):
+        run.batches((X, Y), views_per_unit=size)
+    if size is not None:
+        with pytest.raises(ArgumentError, match="microbatch_size"):
+            run.step(batch, losses, microbatch_size=size)
+
+
 def test_settings_may_change_between_steps_but_not_the_parameters(tmp_path: Path) -> None:
     run, model, optimizer = start(tmp_path / "run")
     batches = run.batches((X, Y))
@@ -674,6 +711,61 @@ def test_other_models_optimizers_and_runs_can_not_be_resumed(tmp_path: Path) -> 
     assert resumed(tmp_path / "run", torch.optim.Adam).steps_taken == 1
 
 
+def started_or_resumed(path: Path, **changes: Any) -> PrivateRun:
+    model, optimizer = parts()
+    return PrivateRun.resume(path, model, optimizer, or_start=mechanism(**changes), checkpoint_every=1)
+
+
+def test_a_script_that_is_started_again_continues_its_run(tmp_path: Path) -> None:
+    first = started_or_resumed(tmp_path / "run")
+    finish(first, steps=1)
+    first.close()
+    again = started_or_resumed(tmp_path / "run")
+    assert again.steps_taken == 1
+    finish(again)
+    again.release()
+    assert verify(tmp_path / "run").ok
+    assert charges(tmp_path / "run") == 3
+
+
+@pytest.mark.parametrize("changes", [{"target_epsilon": 1.0}, {"steps": 4}, {"delta": 1e-4}])
+def test_a_script_that_asks_for_another_plan_does_not_continue_the_run(tmp_path: Path, changes: dict[str, Any]) -> None:
+    started_or_resumed(tmp_path / "run").close()
+    with pytest.raises(ArgumentError, match=f"with another mechanism .*{next(iter(changes))}"):
+        started_or_resumed(tmp_path / "run", **changes)
+    assert started_or_resumed(tmp_path / "run").steps_left == 3
+
+
+def test_a_script_that_counts_its_units_continues_its_run(tmp_path: Path) -> None:
+    for before in range(2):
+        units = count_units((X, Y), tmp_path / "run")
+        run = started_or_resumed(tmp_path / "run", num_units=units, target_epsilon=30.0)
+        assert run.steps_taken == before
+        finish(run, steps=before + 1)
+        run.close()
+
+
+def test_a_start_that_was_lost_before_its_first_charge_starts_again(tmp_path: Path) -> None:
+    run, _, _ = start(tmp_path / "run")
+    run.close()
+    for checkpoint in (tmp_path / "run/private/checkpoints").iterdir():
+        checkpoint.unlink()
+    with pytest.raises(DPVisionError, match="before its first checkpoint"):
+        resumed(tmp_path / "run")
+    assert started_or_resumed(tmp_path / "run").steps_left == 3
+
+
+def test_what_a_lost_start_charged_is_not_removed(tmp_path: Path) -> None:
+    run, _, _ = start(tmp_path / "run")
+    finish(run, steps=1)
+    run.close()
+    for checkpoint in (tmp_path / "run/private/checkpoints").iterdir():
+        checkpoint.unlink()
+    with pytest.raises(ArgumentError, match="a new or an empty folder"):
+        started_or_resumed(tmp_path / "run")
+    assert charges(tmp_path / "run") == 1
+
+
 def test_a_ledger_that_was_rolled_back_is_not_resumed(tmp_path: Path) -> None:
     run, *_ = start(tmp_path / "run")
     finish(run, steps=2)
@@ -882,7 +974,7 @@ def test_commands_on_the_folder_of_an_own_loop(tmp_path: Path) -> None:
     for words in (("resume", path), ("evaluate", path), ("predict", path, tmp_path / "image.png")):
         result = command(*words)
         assert result.exit_code == 2
-        assert "training loop of its owner's own (PrivateRun)" in " ".join(result.stderr.split())
+        assert "trained in a loop of your own (PrivateRun)" in " ".join(result.stderr.split())
         assert "Traceback" not in result.output
 
 

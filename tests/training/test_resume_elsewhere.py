@@ -70,7 +70,7 @@ def test_other_data_of_the_same_name_is_refused_as_before(
     shutil.move(home / "elsewhere" / "run", tmp_path / "run")
     (home / "scans.npz").unlink()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"scans\.npz"):
+    with pytest.raises(DataError, match=r"no longer there: scans\.npz, looked for in .* Move it back"):
         resume_training(tmp_path / "run")
     write_images(tmp_path / "scans.npz", train=66)
     with pytest.raises(PrivacyError, match="the data of this run changed"):

@@ -51,7 +51,12 @@ def test_how_gradients_are_computed_is_settled_on_everybodys_weights(
 
 
 @pytest.mark.parametrize(
-    ("fact", "module", "name"), [("kernels", native, "identity"), ("code", run_fingerprint, "code_digest")]
+    ("fact", "module", "name"),
+    [
+        ("kernels", native, "identity"),
+        ("code", run_fingerprint, "code_digest"),
+        ("processor", run_fingerprint, "processor"),
+    ],
 )
 def test_other_kernels_or_other_code_make_a_fork(
     fact: str, module: object, name: str, tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -219,13 +218,3 @@ def test_an_own_loop_records_public_metrics_in_its_curve_and_logs(tmp_path: Path
     assert [(row["step"], row["accuracy"], row["f1"]) for row in found] == [("2", "0.6", "0.5"), ("4", "0.8", "")]
     assert "public scans, declared public" in {each["how"] for each in result.certificate["declared"]}
     assert dpvision.verify(tmp_path / "run").ok
-
-
-def test_the_python_block_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("sklearn")
-    page = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "watching.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block, "watching.md", "exec"), {})  # noqa: S102 - our own page
-    assert rows(Path("digits.csv"))[-1]["step"] == "10"
-    assert len(list(Path("events").iterdir())) == 1

@@ -68,10 +68,10 @@ def test_two_runs_from_os_entropy_share_no_noise(
     noise: list[torch.Tensor] = []
     original = step_module.noisy_mean
 
-    def watched(clipped: Any, mechanism: Any, keys: Any, *, step: int) -> Any:
+    def watched(clipped: Any, mechanism: Any, keys: Any, **more: Any) -> Any:
         zeros = type(clipped)({n: torch.zeros_like(g) for n, g in clipped.gradients.items()}, clipped.clip_norm)
-        noise.append(torch.cat([g.flatten() for g in original(zeros, mechanism, keys, step=step).gradients.values()]))
-        return original(clipped, mechanism, keys, step=step)
+        noise.append(torch.cat([g.flatten() for g in original(zeros, mechanism, keys, **more).gradients.values()]))
+        return original(clipped, mechanism, keys, **more)
 
     monkeypatch.setattr(step_module, "noisy_mean", watched)
     for name in ("a", "b"):
@@ -114,9 +114,9 @@ def test_the_charge_is_on_disk_before_the_noise_is_drawn(
 ) -> None:
     original, seen = step_module.noisy_mean, []
 
-    def watched(*arguments: Any, step: int) -> Any:
+    def watched(*arguments: Any, step: int, **more: Any) -> Any:
         seen.append((step, training_charges(tmp_path / "run")))
-        return original(*arguments, step=step)
+        return original(*arguments, step=step, **more)
 
     monkeypatch.setattr(step_module, "noisy_mean", watched)
     train(tiny_config(pictures), run=tmp_path / "run")
@@ -328,12 +328,12 @@ def test_a_fork_shares_no_noise_with_the_run_it_left(
 ) -> None:
     original, noise = step_module.noisy_mean, {}
 
-    def watched(clipped: Any, mechanism: Any, keys: Any, *, step: int) -> Any:
+    def watched(clipped: Any, mechanism: Any, keys: Any, **more: Any) -> Any:
         sums = dict(clipped.gradients)
-        private = original(clipped, mechanism, keys, step=step)
+        private = original(clipped, mechanism, keys, **more)
         name = "1.bias" if "1.bias" in private.gradients else next(iter(private.gradients))
         exact = sums[name] / mechanism.expected_batch_size
-        noise.setdefault(step, []).append((private.gradients[name] - exact).double())
+        noise.setdefault(more["step"], []).append((private.gradients[name] - exact).double())
         return private
 
     monkeypatch.setattr(step_module, "noisy_mean", watched)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tools.mutations.accounting import ACCOUNTING
+from tools.mutations.analyze import ANALYZE
 from tools.mutations.audit import AUDIT
 from tools.mutations.clipping import CLIPPING
 from tools.mutations.compat import COMPAT
@@ -16,8 +17,10 @@ from tools.mutations.mutation import Mutation
 from tools.mutations.native import NATIVE
 from tools.mutations.own_code import OWN_CODE
 from tools.mutations.private_run import PRIVATE_RUN
+from tools.mutations.ranks import RANKS
 from tools.mutations.records import LEDGER
 from tools.mutations.reproduce import REPRODUCE
+from tools.mutations.search import SEARCH
 from tools.mutations.separability import SEPARABILITY
 from tools.mutations.step import DATA, NOISE, OPTIMIZERS
 from tools.mutations.training import TRAINING
@@ -51,4 +54,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *HOSTILE,
     *REPRODUCE,
     *AUDIT,
+    *ANALYZE,
+    *SEARCH,
+    *RANKS,
 )

@@ -62,4 +62,14 @@ AUDIT: tuple[Mutation, ...] = (
         "audit/findings.py",
         ("attack figures may be attached", "    if private:\n", "    if False:\n"),
     ),
+    *mutations(
+        "audit/test_reconstruction",
+        "audit/reconstruction.py",
+        ("any images may be shown", "            self.source in dataset_names(),\n", "            True,\n"),
+        (
+            "the bound forgets steps",
+            "profile = full_profile([(mechanism.step_event, mechanism.steps)], delta=delta)",
+            "profile = full_profile([(mechanism.step_event, 1)], delta=delta)",
+        ),
+    ),
 )

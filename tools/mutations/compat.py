@@ -14,6 +14,26 @@ COMPAT = (
             "        if False and needed[-1] >= self._read_at:",
         ),
         (
+            "compat: a view may be written into",
+            "and not draw.shares_memory(written):",
+            "and True:",
+        ),
+        (
+            "compat: a loss that is changed in place stays as it was",
+            "            written.ref, written.fake = made.ref, made.fake\n            return written",
+            "            return made",
+        ),
+        (
+            "compat: tensors that a hook kept pass",
+            "            elif isinstance(leaf, FakeTensor):",
+            "            elif False:",
+        ),
+        (
+            "compat: a trainable copy of the model passes",
+            "leaf.requires_grad and torch.is_grad_enabled() and function",
+            "leaf.requires_grad and not torch.is_grad_enabled() and function",
+        ),
+        (
             "compat: a mean is taken for a sum",
             'per_row.mean(1) if how == "mean" else',
             "per_row.sum(1) if True else",
@@ -26,12 +46,12 @@ COMPAT = (
         ),
         (
             "compat: weights of the batch pass",
-            'if how == "mean" and name in ("cross_entropy", "nll_loss")',
-            'if False and name in ("cross_entropy", "nll_loss")',
+            'if how == "mean" and name in _OWN_DIVISOR',
+            "if False and name in _OWN_DIVISOR",
         ),
         (
             "compat: trainable tensors outside pass",
-            "elif isinstance(leaf, Tensor) and leaf.requires_grad and function is not _MODEL:",
+            "elif isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled() and function is not _MODEL:",
             "elif False:",
         ),
     ),

@@ -10,8 +10,13 @@ INPUTS = (
         "data/units.py",
         (
             "a placeholder is a patient",
-            "nameless = [owner for owner in owners if _NO_ONE.fullmatch(owner)]",
-            "nameless = [owner for owner in owners if not owner]",
+            "nameless = [row for row, owner in enumerate(owners) if _is_no_one(owner)]",
+            "nameless = [row for row, owner in enumerate(owners) if not owner]",
+        ),
+        (
+            "a person with two spellings is two",
+            "alike = sorted(min(each) for each in written.values() if len(each) > 1)",
+            "alike = sorted(min(each) for each in written.values() if len(each) > 9)",
         ),
         (
             "one id in all files is a patient",
@@ -34,6 +39,16 @@ INPUTS = (
         ),
     ),
     *mutations(
+        "data/test_image_folder",
+        "data/image_folder.py",
+        (
+            "a file under two names is two units",
+            "        if other != number and (owners is None",
+            "        if other > number and (owners is None",
+        ),
+        ("owners excuse links where rows are the units", "owners=None if apart else of_file)", "owners=of_file)"),
+    ),
+    *mutations(
         "data/test_loading",
         "data/image_folder.py",
         (
@@ -54,12 +69,27 @@ INPUTS = (
         ("a column of patients protects images", "headings = () if by_name else UNIT_HEADINGS", "headings = ()"),
     ),
     *mutations(
+        "data/test_loading",
+        "data/splits.py",
+        ("validation reads the test set", "elif test is None or data.validation:", "elif test is None:"),
+    ),
+    *mutations(
         "data/test_manifest data/test_dicom",
         "data/splits.py",
         (
             "an owner is on both sides of the split",
-            "shared = sorted(set(train.owners) & set(test.owners)) if",
-            "shared = sorted(set(train.owners) - set(train.owners)) if",
+            "shared = owners_on_both_sides(train.owners, test.some_owners if test.owners is None else test.owners)",
+            "shared = owners_on_both_sides(train.owners, ())",
+        ),
+        (
+            "one unknown owner hides the others",
+            "shared = owners_on_both_sides(train.owners, test.some_owners if test.owners is None else test.owners)",
+            "shared = owners_on_both_sides(train.owners, test.owners or ())",
+        ),
+        (
+            "owners that are not known are not declared",
+            "return people and own and not splits.held_out and splits.test.owners is None",
+            "return False",
         ),
     ),
     *mutations(

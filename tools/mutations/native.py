@@ -125,7 +125,7 @@ NATIVE = (
         "data/test_features",
         "training/stages.py",
         ("features of other kernels are taken from the disk", " {kernels.identity()}", ""),
-        ("private pictures decide about layers", "_synthetic_images(store.images)", "store.images[:2]"),
+        ("private pictures decide about layers", "_synthetic_images(store.image_shape)", "store.images[:2]"),
     ),
     *mutations(
         "kernels/test_conv_gradients",

@@ -13,7 +13,7 @@ PRIVATE_RUN = (
             "        if batch.step != self.steps_taken:\n            raise",
             "        if False:\n            raise",
         ),
-        ("a batch of another run passes", "or not batch.comes_from(self._state.draws)", ""),
+        ("a batch of another run passes", "or not batch.comes_from(draws)", ""),
         ("own loop: threads step at once", "    @_alone()\n", ""),
         ("own loop: a step may call a step", "    if threading.get_ident() in _stepping:", "    if False:"),
         ("batches may be passed over", "            if self.steps_taken == step:", "            if False:"),
@@ -121,10 +121,10 @@ PRIVATE_RUN = (
     ),
     *mutations(
         "gradients/test_clipped_sum",
-        "gradients/clipped_sum.py",
+        "gradients/devices.py",
         (
             "own loop: a step computes in half precision",
-            "            if torch.is_autocast_enabled(device):",
+            "            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):",
             "            if False:",
         ),
     ),

@@ -146,14 +146,14 @@ LEDGER = (
         "release/build.py",
         (
             "a hand seed is not stamped on a certificate",
-            "mechanism, hand_seeded=hand_seeded, version=version)",
-            "mechanism, version=version)",
+            "mechanism, hand_seeded=hand_seeded, version=version, searched",
+            "mechanism, hand_seeded=False, version=version, searched",
         ),
         ("everything is for release", "        for_release=not stamps,", "        for_release=True,"),
         (
             "only the first charge is certified",
-            "    charges = charges_of(ledger)\n    bounds",
-            "    charges = charges_of(ledger)[:1]\n    bounds",
+            "    charges = charges_of(ledger)\n    steps",
+            "    charges = charges_of(ledger)[:1]\n    steps",
         ),
         ("any mechanism is certified", "    _require_same_facts(header, mechanism)\n", ""),
         ("gaps are not listed", "not_covered=not_covered_by(ledger, version=version)", "not_covered=[]"),
@@ -193,8 +193,8 @@ LEDGER = (
         ),
         (
             "a smaller claim by RDP passes",
-            'frozenset({"epsilon", "epsilon_rdp", "mu", "true_positive_rate"})',
-            'frozenset({"epsilon", "mu", "true_positive_rate"})',
+            '"epsilon_of_this_run_alone", "epsilon_rdp", "mu"',
+            '"epsilon_of_this_run_alone", "mu"',
         ),
         (
             "items of lists are not compared",
@@ -213,14 +213,14 @@ LEDGER = (
         ),
         (
             "charges and steps are not compared",
-            'if name not in ("mechanism", "ledger", "attachments"):',
-            'if name not in ("mechanism", "ledger", "attachments", "charged", "steps_taken"):',
+            'if name not in ("mechanism", "ledger", "attachments") and name in claimed:',
+            'if name not in ("mechanism", "ledger", "attachments", "charged", "steps_taken") and name in claimed:',
         ),
         ("missing items pass", "    for item in missing:", "    for item in ():"),
         (
             "for release in spite of stamps passes",
-            'if name not in ("mechanism", "ledger", "attachments"):',
-            'if name not in ("mechanism", "ledger", "attachments", "for_release"):',
+            'if name not in ("mechanism", "ledger", "attachments") and name in claimed:',
+            'if name not in ("mechanism", "ledger", "attachments", "for_release") and name in claimed:',
         ),
         ("a larger claim passes", "    fitting = claimed <= known", "    fitting = True or claimed <= known"),
     ),

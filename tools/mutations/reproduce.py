@@ -10,13 +10,21 @@ REPRODUCE = (
         "papers/table_cost.py",
         ("failed and stopped runs are free", "if path.is_dir())", 'if (path / "certificate.json").exists())'),
         ("unknown data is nobody's", "composed([*group, *unknown])", "composed(group)"),
-        ("parts of a dataset are another one", '"cifar100" if source in subset_sources() else source', "source"),
+        (
+            "parts of a dataset are another one",
+            '"cifar100" if source is not None and subset_of(source) is not None else source',
+            "source",
+        ),
         ("every run saw its own data", "setdefault(bill.source, [])", "setdefault(bill.run, [])"),
     ),
     *mutations(
         "papers/test_table_cost",
         "release/composition.py",
-        ("no stamp voids", "voids=tuple(stamp for stamp in stamps if stamp not in passed),", "voids=(),"),
+        (
+            "no stamp voids",
+            "voids=tuple(stamp for stamp in stamps if stamp not in passed),\n            run_id",
+            "voids=(),\n            run_id",
+        ),
         ("a certificate's own stamps are not read", "    if path.exists():\n", "    if False:\n"),
         (
             "a ledger that was cut is believed",

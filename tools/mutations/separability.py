@@ -13,6 +13,21 @@ SEPARABILITY = (
             "    if isinstance(state, Rows) and state.dim in dims:\n        raise MixesRows",
             "    if False:\n        raise MixesRows",
         ),
+        (
+            "proof: a constant may be written by the mask of another row",
+            "    if call.state_of(mask) != state:\n",
+            "    if False:\n",
+        ),
+        (
+            "proof: rows may be written by a mask",
+            'constant = call.state("values") == FREE and all(size == 1 for size in call.shape_of(values))',
+            "constant = True",
+        ),
+        (
+            "proof: the dots of einsum are counted from the front",
+            "letters[most - n :]",
+            "letters[:n]",
+        ),
         ("proof: a negative dimension is another one", "return dim + rank if dim < 0 else dim", "return dim"),
         (
             "proof: no dimension means none",
@@ -239,8 +254,8 @@ SEPARABILITY = (
         ),
         (
             "proof: a plan stays when the code changes",
-            "    return modules, parameters, rows, frozen_values(model), frozen_callable(loss_fn), speed\n",
-            "    return modules, parameters, rows, speed\n",
+            "    return model_key(model), rows, frozen_callable(loss_fn), speed\n",
+            "    return model_key(model)[:2], rows, speed\n",
         ),
         (
             "proof: code may differ from its graph",

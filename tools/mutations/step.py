@@ -44,7 +44,7 @@ NOISE = (
         ),
         ("sizes do not change the noise", "for fact in (name, each.numel()))", "for fact in (name,))"),
         ("what was drawn can be changed", "    normals.flags.writeable = False\n", ""),
-        ("the order of parameters changes their noise", "for name in sorted(sums)}", "for name in sums}"),
+        ("the order of parameters changes their noise", "dict(sorted(sizes.items()))", "dict(sizes)"),
         ("a sum clipped to less passes", "if not clipped.clip_norm ==", "if clipped.clip_norm >"),
         ("a sum that is not finite passes", "    if not finite:", "    if False:"),
         (
@@ -101,6 +101,11 @@ OPTIMIZERS = (
         "privacy/optimizer.py",
         ("weights moved by hand pass", "        self.check_untouched()\n", ""),
         ("moving buffers pass", "TamperGuard(model, buffers=private)", "TamperGuard(model, buffers=False)"),
+        (
+            "what code adds to the state dict is not watched",
+            "isinstance(saved, Tensor) and id(saved) not in known",
+            "name in dict(self._model.named_buffers())",
+        ),
     ),
     *mutations(
         "privacy/test_optimizer_integrity",
@@ -160,8 +165,8 @@ DATA = (
         "data/batches.py",
         (
             "rate read off the data",
-            "sample_rate=mechanism.sample_rate, keys",
-            "sample_rate=mechanism.expected_batch_size / max(1, store.num_units), keys",
+            "sample_rate=mechanism.sample_rate,",
+            "sample_rate=mechanism.expected_batch_size / max(1, store.num_units),",
         ),
         ("rows of a unit are summed", "(there_UR / count_U).astype(np.float32)", "there_UR.astype(np.float32)"),
         ("padding shows an image", "    if len(absent):", "    if False:"),

@@ -30,8 +30,8 @@ TRAINING = (
         ),
         (
             "defaults follow the rows",
-            "num_units = privacy.num_units or two_digits(facts.num_units)",
-            "num_units = facts.num_units",
+            "return privacy.num_units or two_digits(facts.num_units)",
+            "return facts.num_units",
         ),
     ),
     *mutations(
@@ -43,7 +43,7 @@ TRAINING = (
         "training/test_trainer properties/test_replay",
         "training/trainer.py",
         ("a step is not counted", "    session.step += 1\n", "    session.step += 2\n"),
-        ("random layers are not replayed", '        torch.manual_seed(session.keys.seed("views", session.step))\n', ""),
+        ("random layers are not replayed", 'seed=keys.seed("views", step)):', "seed=None):"),
     ),
     *mutations(
         "training/test_trainer",

@@ -248,6 +248,11 @@ TRANSFER = (
             'if config.privacy.enabled:\n        raise PrivacyError("a rate',
             'if False:\n        raise PrivacyError("a rate',
         ),
+        (
+            "a private run's features are chosen on its own images",
+            "if config.privacy.enabled or named or",
+            "if named or",
+        ),
     ),
     *mutations(
         "training/test_pretrained",

@@ -78,13 +78,13 @@ TRUST: tuple[Mutation, ...] = (
         ),
         (
             "other units are not recomputed",
-            'if name not in ("mechanism", "ledger", "attachments"):',
-            'if name not in ("mechanism", "ledger", "attachments", "other_units"):',
+            'if name not in ("mechanism", "ledger", "attachments") and name in claimed:',
+            'if name not in ("mechanism", "ledger", "attachments", "other_units") and name in claimed:',
         ),
         (
             "another divisor passes",
-            'if name not in ("mechanism", "ledger", "attachments"):',
-            'if name not in ("mechanism", "ledger", "attachments", "divisor"):',
+            'if name not in ("mechanism", "ledger", "attachments") and name in claimed:',
+            'if name not in ("mechanism", "ledger", "attachments", "divisor") and name in claimed:',
         ),
         (
             "another trust model passes",
@@ -257,8 +257,8 @@ TRUST: tuple[Mutation, ...] = (
         ),
         (
             "a stamp that nobody gave passes",
-            'if name not in ("mechanism", "ledger", "attachments"):',
-            'if name not in ("mechanism", "ledger", "attachments", "stamps", "for_release"):',
+            'if name not in ("mechanism", "ledger", "attachments") and name in claimed:',
+            'if name not in ("mechanism", "ledger", "attachments", "stamps", "for_release") and name in claimed:',
         ),
     ),
     *mutations(
@@ -345,6 +345,10 @@ TRUST: tuple[Mutation, ...] = (
     *mutations(
         "training/test_counting",
         "training/start.py",
-        ("units are counted for an occupied folder", "    RunFolder.require_new(path)\n    keys", "    keys"),
+        (
+            "units are counted for an occupied folder",
+            "    RunFolder.require_new(path)\n    require_given",
+            "    require_given",
+        ),
     ),
 )

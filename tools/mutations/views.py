@@ -44,7 +44,7 @@ VIEWS = (
     *mutations(
         "training/test_augmented_runs",
         "training/trainer.py",
-        ("views are configured and not made", "            views=config.views,\n", ""),
+        ("views are configured and not made", "        views=config.views,\n", ""),
     ),
     *mutations(
         "privacy/test_randomness",

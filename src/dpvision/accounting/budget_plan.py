@@ -16,6 +16,7 @@ from typing import TypedDict, final
 from dpvision.accounting.calibrate import calibrate_noise_multiplier
 from dpvision.accounting.charges import Charges
 from dpvision.accounting.epsilon import mechanism_guarantee
+from dpvision.accounting.tradeoff import AttackRisk
 from dpvision.errors import LARGEST_COUNT, ArgumentError, Problems
 from dpvision.privacy.mechanism import Adjacency, Guarantee, Mechanism
 
@@ -42,6 +43,15 @@ class PlanRow:
         return math.sqrt(self.mechanism.steps) * self.mechanism.sample_rate / self.mechanism.noise_multiplier
 
     @property
+    def signal_per_step(self) -> float:
+        """Signal over noise of one step at most: expected_batch_size / noise_multiplier.
+
+        The sum of the batch has a length of at most ``expected_batch_size * clip_norm``, reached where all gradients
+        agree; the noise along it has the standard deviation ``noise_multiplier * clip_norm``.
+        """
+        return 1 / effective_noise(self.mechanism)
+
+    @property
     def excess_noise(self) -> float:
         """Effective noise divided by that of a full batch, at equal steps and epsilon."""
         return effective_noise(self.mechanism) / self.full_batch_noise
@@ -58,7 +68,8 @@ def effective_noise(mechanism: Mechanism) -> float:
 
 
 class _Budget(TypedDict):
-    target_epsilon: float
+    target_epsilon: float | None
+    target_risk: AttackRisk | None
     delta: float
     adjacency: Adjacency
     extra: Charges
@@ -67,8 +78,9 @@ class _Budget(TypedDict):
 def plan(
     *,
     num_units: int,
-    target_epsilon: float,
     delta: float,
+    target_epsilon: float | None = None,
+    target_risk: AttackRisk | None = None,
     expected_batch_sizes: Sequence[float] = (),
     epochs: Sequence[float] = (),
     steps: Sequence[int] = (),
@@ -79,8 +91,9 @@ def plan(
 
     Args:
         num_units: Number of protected units.
-        target_epsilon: The largest allowed epsilon.
         delta: The delta of the guarantee, in (0, 1).
+        target_epsilon: The largest allowed epsilon.
+        target_risk: The largest allowed success of attacks, instead of ``target_epsilon``.
         expected_batch_sizes: Mean batch sizes. Default: powers of four that suit ``num_units``.
         epochs: Lengths in passes over the data. Default: 10, 30 and 100.
         steps: Lengths in steps, instead of ``epochs``.
@@ -94,7 +107,7 @@ def plan(
         ArgumentError: A value is out of range, both lengths are given, or a target cannot be met.
 
     Guarantee:
-        No row exceeds ``target_epsilon``.
+        No row exceeds ``target_epsilon``, or the bound on attacks of ``target_risk``.
     """
     if epochs and steps:
         raise ArgumentError("plan takes epochs or steps, got both. Leave one of them out.")
@@ -106,7 +119,13 @@ def plan(
     for count in steps:
         problems.count("steps", count)
     problems.raise_if_any()
-    budget: _Budget = {"target_epsilon": target_epsilon, "delta": delta, "adjacency": adjacency, "extra": extra}
+    budget: _Budget = {
+        "target_epsilon": target_epsilon,
+        "target_risk": target_risk,
+        "delta": delta,
+        "adjacency": adjacency,
+        "extra": extra,
+    }
     whole: float | None = None
     for batch in batches:
         lengths = steps or [

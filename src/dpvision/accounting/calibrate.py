@@ -1,9 +1,10 @@
-"""Choose noise, steps or batch size so that a target epsilon is met and not exceeded.
+"""Choose noise, steps or batch size so that a target epsilon, or a limit on attacks, is met and not exceeded.
 
 Each search runs on a public grid: decimals of five or six significant digits, or whole steps. It brackets the target
 from a guess by the central limit theorem, finds the crossing with scipy's ``brentq``, and then moves along the grid
-until the epsilon of the result is within the target and that of its neighbour is not. Both epsilons are computed by the
-accountant, so neither the guess nor the root finder can affect the guarantee.
+until the cost of the result is within the target and that of its neighbour is not. The cost is epsilon, or the bound on
+attacks that ``AttackRisk`` names. Both are computed by the accountant, so neither the guess nor the root finder can
+affect the guarantee.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
 from typing import cast, final
@@ -27,7 +28,9 @@ from dpvision.accounting.charges import (
     check_rate,
     check_request,
 )
+from dpvision.accounting.epsilon import Accountant, guarantee
 from dpvision.accounting.pld import most_steps, pld_epsilon
+from dpvision.accounting.tradeoff import AttackRisk, full_profile
 from dpvision.errors import ArgumentError, Problems
 from dpvision.privacy.mechanism import Adjacency, Event, rounded_up
 
@@ -136,11 +139,13 @@ def calibrate_noise_multiplier(
     num_units: int,
     expected_batch_size: float,
     steps: int,
-    target_epsilon: float,
     delta: float,
+    target_epsilon: float | None = None,
+    target_risk: AttackRisk | None = None,
     adjacency: Adjacency = "add_remove",
     extra: Charges = (),
     refuse_little_noise: bool = True,
+    accountant: Accountant = "pld",
 ) -> float:
     """Find the smallest noise multiplier of five significant digits that meets the target.
 
@@ -148,12 +153,15 @@ def calibrate_noise_multiplier(
         num_units: Number of protected units.
         expected_batch_size: Mean number of units per step, at most ``num_units``.
         steps: Noisy releases, at least 1.
-        target_epsilon: The largest allowed epsilon, in (0, 1e6].
         delta: The delta of the guarantee, in (0, 1).
+        target_epsilon: The largest allowed epsilon, in (0, 1e6].
+        target_risk: The largest allowed success of attacks, instead of ``target_epsilon``.
         adjacency: Which datasets are neighbours.
         extra: Further releases that the same budget pays for.
         refuse_little_noise: Refuse a target that hardly needs noise; otherwise the smallest useful noise multiplier
             (0.01) is returned for it.
+        accountant: By which the cost is computed. RDP costs more, so it leaves a little more noise; it has no
+            ``target_risk``.
 
     Returns:
         Standard deviation of the noise on the sum, divided by the clip norm.
@@ -162,30 +170,32 @@ def calibrate_noise_multiplier(
         ArgumentError: A value is out of range, or the target cannot be met, or hardly any noise is needed.
 
     Guarantee:
-        ``guarantee`` of the result is at most ``target_epsilon``.
+        ``guarantee`` of the result is at most ``target_epsilon``, by either accountant where ``accountant`` is rdp;
+        or the bound on attacks of its ``full_profile`` is at most that of ``target_risk``.
     """
-    budget = _Budget(target_epsilon=target_epsilon, delta=delta, adjacency=adjacency, extra=tuple(extra))
+    budget = _Budget.of(target_epsilon, target_risk, delta=delta, adjacency=adjacency, extra=tuple(extra))
+    budget = replace(budget, accountant=accountant)
     problems = budget.problems()
     rate = _check_batch(problems, num_units, expected_batch_size)
     problems.count("steps", steps)
     problems.raise_if_any()
     budget.require_room()
     noise = last_within(
-        lambda noise: budget.epsilon([(Event(sample_rate=rate, noise_multiplier=noise), steps)]),
-        target=target_epsilon,
+        lambda noise: budget.cost([(Event(sample_rate=rate, noise_multiplier=noise), steps)]),
+        target=budget.limit,
         grid=NOISE_GRID,
         guess=1 / math.sqrt(max(1e-20, math.log1p((budget.shift() / rate) ** 2 / steps))),
         ends=(LARGEST_NOISE, SMALLEST_USEFUL_NOISE),
     )
     if noise is None:
         raise ArgumentError(
-            f"target_epsilon {target_epsilon} at delta {delta} can't be met with any noise_multiplier "
-            f"up to {LARGEST_NOISE:g}. Raise target_epsilon or delta, or lower the extra charges."
+            f"{budget.name} at delta {delta} can't be met with any noise_multiplier "
+            f"up to {LARGEST_NOISE:g}. Raise the target or delta, or lower the extra charges."
         )
     if refuse_little_noise and noise <= SMALLEST_USEFUL_NOISE * 1.001:
         raise ArgumentError(
-            f"target_epsilon {target_epsilon} at delta {delta} is met with next to no noise "
-            f"(noise_multiplier {noise:g}): such a guarantee has no value. Lower target_epsilon or delta."
+            f"{budget.name} at delta {delta} is met with next to no noise "
+            f"(noise_multiplier {noise:g}): such a guarantee has no value. Lower the target or delta."
         )
     return noise
 
@@ -195,8 +205,9 @@ def calibrate_steps(
     num_units: int,
     expected_batch_size: float,
     noise_multiplier: float,
-    target_epsilon: float,
     delta: float,
+    target_epsilon: float | None = None,
+    target_risk: AttackRisk | None = None,
     adjacency: Adjacency = "add_remove",
     extra: Charges = (),
 ) -> int:
@@ -206,8 +217,9 @@ def calibrate_steps(
         num_units: Number of protected units.
         expected_batch_size: Mean number of units per step, at most ``num_units``.
         noise_multiplier: Standard deviation of the noise on the sum, divided by the clip norm, > 0.
-        target_epsilon: The largest allowed epsilon, in (0, 1e6].
         delta: The delta of the guarantee, in (0, 1).
+        target_epsilon: The largest allowed epsilon, in (0, 1e6].
+        target_risk: The largest allowed success of attacks, instead of ``target_epsilon``.
         adjacency: Which datasets are neighbours.
         extra: Further releases that the same budget pays for.
 
@@ -218,9 +230,10 @@ def calibrate_steps(
         ArgumentError: A value is out of range, one step exceeds the target, or no number of steps does.
 
     Guarantee:
-        ``guarantee`` of the result is at most ``target_epsilon``.
+        ``guarantee`` of the result is at most ``target_epsilon``; or the bound on attacks of its ``full_profile`` is
+        at most that of ``target_risk``.
     """
-    budget = _Budget(target_epsilon=target_epsilon, delta=delta, adjacency=adjacency, extra=tuple(extra))
+    budget = _Budget.of(target_epsilon, target_risk, delta=delta, adjacency=adjacency, extra=tuple(extra))
     problems = budget.problems()
     rate = _check_batch(problems, num_units, expected_batch_size)
     check_noise(problems, noise_multiplier)
@@ -229,22 +242,22 @@ def calibrate_steps(
     budget.require_room()
     guess = 2 * math.log(budget.shift()) - _log_clt_precision(rate, noise_multiplier)
     steps = last_within(
-        lambda steps: budget.epsilon([(event, int(steps))]),
-        target=target_epsilon,
+        lambda steps: budget.cost([(event, int(steps))]),
+        target=budget.limit,
         grid=STEP_GRID,
         guess=math.exp(min(max(guess, 0.0), 30.0)),
         ends=(1, most_steps(delta)),
     )
     if steps is None:
         raise ArgumentError(
-            f"target_epsilon {target_epsilon} does not allow a single step: one costs "
-            f"{rounded_up(budget.epsilon([(event, 1)]))}. Raise noise_multiplier or target_epsilon, or lower the batch "
+            f"{budget.name} does not allow a single step: one costs "
+            f"{rounded_up(budget.cost([(event, 1)]))}. Raise noise_multiplier or the target, or lower the batch "
             "size."
         )
     if steps >= most_steps(delta):
         raise ArgumentError(
             f"steps would exceed {most_steps(delta)}: with noise_multiplier {noise_multiplier} and sample_rate "
-            f"{rate:.3g} a target_epsilon of {target_epsilon} is never spent. Lower noise_multiplier or target_epsilon."
+            f"{rate:.3g} {budget.name} is never spent. Lower noise_multiplier or the target."
         )
     return int(steps)
 
@@ -254,8 +267,9 @@ def calibrate_expected_batch_size(
     num_units: int,
     noise_multiplier: float,
     steps: int,
-    target_epsilon: float,
     delta: float,
+    target_epsilon: float | None = None,
+    target_risk: AttackRisk | None = None,
     adjacency: Adjacency = "add_remove",
     extra: Charges = (),
 ) -> float:
@@ -265,8 +279,9 @@ def calibrate_expected_batch_size(
         num_units: Number of protected units; the largest possible result.
         noise_multiplier: Standard deviation of the noise on the sum, divided by the clip norm, > 0.
         steps: Noisy releases, at least 1.
-        target_epsilon: The largest allowed epsilon, in (0, 1e6].
         delta: The delta of the guarantee, in (0, 1).
+        target_epsilon: The largest allowed epsilon, in (0, 1e6].
+        target_risk: The largest allowed success of attacks, instead of ``target_epsilon``.
         adjacency: Which datasets are neighbours.
         extra: Further releases that the same budget pays for.
 
@@ -277,9 +292,10 @@ def calibrate_expected_batch_size(
         ArgumentError: A value is out of range, or no batch size meets the target.
 
     Guarantee:
-        ``guarantee`` of the result is at most ``target_epsilon``.
+        ``guarantee`` of the result is at most ``target_epsilon``; or the bound on attacks of its ``full_profile`` is
+        at most that of ``target_risk``.
     """
-    budget = _Budget(target_epsilon=target_epsilon, delta=delta, adjacency=adjacency, extra=tuple(extra))
+    budget = _Budget.of(target_epsilon, target_risk, delta=delta, adjacency=adjacency, extra=tuple(extra))
     problems = budget.problems()
     problems.count("num_units", num_units)
     check_noise(problems, noise_multiplier)
@@ -288,18 +304,18 @@ def calibrate_expected_batch_size(
     budget.require_room()
 
     def cost(batch: float) -> float:
-        return budget.epsilon([(Event(sample_rate=batch / num_units, noise_multiplier=noise_multiplier), steps)])
+        return budget.cost([(Event(sample_rate=batch / num_units, noise_multiplier=noise_multiplier), steps)])
 
-    if cost(num_units) <= target_epsilon:
+    if cost(num_units) <= budget.limit:
         return float(num_units)
     log_guess = math.log(num_units * budget.shift())
     log_guess -= (math.log(steps) + _log_clt_precision(1.0, noise_multiplier)) / 2
     ends = (2 * SMALLEST_RATE * num_units, float(num_units))
     guess = math.exp(min(max(log_guess, math.log(ends[0])), math.log(ends[1])))
-    batch = last_within(cost, target=target_epsilon, grid=BATCH_GRID, guess=guess, ends=ends)
+    batch = last_within(cost, target=budget.limit, grid=BATCH_GRID, guess=guess, ends=ends)
     if batch is None:
         raise ArgumentError(
-            f"target_epsilon {target_epsilon} can't be met with any expected_batch_size: noise_multiplier "
+            f"{budget.name} can't be met with any expected_batch_size: noise_multiplier "
             f"{noise_multiplier} is too low for {steps} steps. Raise noise_multiplier or lower steps."
         )
     return batch
@@ -308,43 +324,82 @@ def calibrate_expected_batch_size(
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Budget:
-    """The target, and the releases that it must also pay for."""
+    """The target, an epsilon or a limit on attacks, and the releases that it must also pay for."""
 
-    target_epsilon: float
+    target: float | AttackRisk
     delta: float
     adjacency: Adjacency
     extra: Charges
+    accountant: Accountant = "pld"
+
+    @classmethod
+    def of(
+        cls, epsilon: float | None, risk: AttackRisk | None, *, delta: float, adjacency: Adjacency, extra: Charges
+    ) -> _Budget:
+        """Make the budget of the one target that is given."""
+        if epsilon is not None and risk is None:
+            return cls(target=epsilon, delta=delta, adjacency=adjacency, extra=extra)
+        if risk is not None and epsilon is None:
+            return cls(target=risk, delta=delta, adjacency=adjacency, extra=extra)
+        raise ArgumentError(f"give target_epsilon or target_risk, got {'neither' if risk is None else 'both'}.")
+
+    @property
+    def limit(self) -> float:
+        """The largest allowed cost."""
+        return self.target.limit if isinstance(self.target, AttackRisk) else self.target
+
+    @property
+    def name(self) -> str:
+        """The target in the words of an error message."""
+        return f"target_{'risk' if isinstance(self.target, AttackRisk) else 'epsilon'} {self.target}"
 
     def problems(self) -> Problems:
         """Collect the rules that the budget itself breaks."""
         problems = Problems()
-        problems.positive("target_epsilon", self.target_epsilon)
-        problems.require(
-            not self.target_epsilon > LARGEST_TARGET,
-            f"target_epsilon must be <= {LARGEST_TARGET:g}, got {self.target_epsilon}: it would promise nothing.",
-        )
+        if not isinstance(self.target, AttackRisk):
+            problems.positive("target_epsilon", self.target)
+            problems.require(
+                not self.target > LARGEST_TARGET,
+                f"target_epsilon must be <= {LARGEST_TARGET:g}, got {self.target}: it would promise nothing.",
+            )
+        elif self.accountant != "pld":
+            problems.require(False, f"accountant must be pld with target_risk, got {self.accountant!r}.")
         check_delta_and_adjacency(problems, delta=self.delta, adjacency=self.adjacency)
         return problems
 
-    def epsilon(self, charges: Charges) -> float:
-        """Compute the cost of ``charges`` and the extra ones, exactly as ``guarantee`` does."""
+    def cost(self, charges: Charges) -> float:
+        """Compute what ``charges`` and the extra ones cost: epsilon as ``guarantee`` does, or a bound on attacks.
+
+        With ``accountant`` rdp it is the larger epsilon of both accountants: that of RDP but in odd cases.
+        """
         together = [*charges, *self.extra]
         check_request(together, delta=self.delta, adjacency=self.adjacency)
-        return pld_epsilon(together, delta=self.delta, adjacency=self.adjacency)
+        if isinstance(self.target, AttackRisk):
+            return self.target.bound(full_profile(together, delta=self.delta, adjacency=self.adjacency))
+        by_pld = pld_epsilon(together, delta=self.delta, adjacency=self.adjacency)
+        if self.accountant == "pld":
+            return by_pld
+        by_other = guarantee(together, delta=self.delta, adjacency=self.adjacency, accountant=self.accountant)
+        return max(by_pld, by_other.epsilon)
 
     def require_room(self) -> None:
         """Refuse a budget that the extra charges alone use up."""
-        already = self.epsilon([]) if self.extra else 0.0
-        if not already < self.target_epsilon:
+        already = self.cost([]) if self.extra else 0.0
+        if not already < self.limit:
             raise ArgumentError(
-                f"target_epsilon must be above what the extra charges cost ({rounded_up(already)}), "
-                f"got {self.target_epsilon}. Raise target_epsilon or put more noise on the extra releases."
+                f"{self.name.split()[0]} must be above what the extra charges cost ({rounded_up(already)}), "
+                f"got {self.target}. Raise it or put more noise on the extra releases."
             )
 
     def shift(self) -> float:
-        """Estimate the shift mu of one Gaussian release with this epsilon, from epsilon = mu²/2 + mu z. For guesses."""
+        """Estimate the shift mu of one Gaussian release that spends the target. For guesses.
+
+        With an epsilon it follows from epsilon = mu²/2 + mu z.
+        """
+        if isinstance(self.target, AttackRisk):
+            return max(self.target.gaussian_shift, sys.float_info.min)
         z = max(0.5, -NormalDist().inv_cdf(self.delta))
-        shift = 2 * self.target_epsilon / (math.sqrt(z * z + 2 * self.target_epsilon) + z)
+        shift = 2 * self.target / (math.sqrt(z * z + 2 * self.target) + z)
         return max(shift, sys.float_info.min)  # its logarithm is taken
 
 

@@ -150,7 +150,9 @@ def stricter(delta: float, margin: float) -> float:
     return delta - margin
 
 
-def _compose(charges: Charges, grid: Grid, relation: NeighboringRelation) -> Loss:
+@lru_cache(maxsize=2)
+def _compose(charges: tuple[tuple[Event, int], ...], grid: Grid, relation: NeighboringRelation) -> Loss:
+    """The loss of all charges; remembered, because a profile asks for its epsilon first and then for its deltas."""
     return composed(
         [(loss_of_one(event.sample_rate, event.noise_multiplier, relation, grid), count) for event, count in charges],
         grid,

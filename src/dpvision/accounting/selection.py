@@ -3,6 +3,10 @@
 Two methods are proved. Composition: all trials are charged, and each may depend on the earlier ones and be published.
 Random stopping (Papernot and Steinke, arXiv 2110.03620): settings are drawn at random, the number of trials is drawn
 from a known distribution and kept secret, and only the best trial is released. Its cost hardly grows with the number.
+
+Where the noise or the number of steps of a trial depends on what earlier trials released, composing what was run by
+PLD proves nothing. A Rényi filter (Feldman and Zrnic, arXiv 2008.11193) does: one order and one limit are fixed before
+the first trial, every trial must fit into what is left of the limit, and the limit is the guarantee.
 """
 
 from __future__ import annotations
@@ -99,6 +103,57 @@ def best_of_random_many(
         found, _ = compute_epsilon(list(orders), list(divergences + penalty), delta)
         epsilon = max(0.0, float(found))
     return Guarantee(epsilon=epsilon, delta=delta, adjacency=adjacency, accountant="rdp")
+
+
+def filter_epsilon(*, order: float, divergence: float, delta: float) -> float:
+    """Return the epsilon of a Rényi divergence at one order.
+
+    Args:
+        order: The order, above 1.
+        divergence: The divergence at that order, at least 0.
+        delta: The delta of the guarantee, in (0, 1).
+
+    Returns:
+        An upper bound on epsilon, at least 0.
+    """
+    problems = Problems().probability("delta", delta)
+    problems.require(1 < order < math.inf, f"order must be a finite number > 1, got {order}.")
+    problems.require(0 <= divergence < math.inf, f"divergence must be a finite number >= 0, got {divergence}.")
+    problems.raise_if_any()
+    # Proposition 12 of Canonne, Kamath and Steinke (arXiv 2004.00010).
+    return max(0.0, divergence + math.log1p(-1 / order) - math.log(delta * order) / (order - 1))
+
+
+def filter_limit(*, order: float, epsilon: float, delta: float) -> float:
+    """Return the largest divergence at ``order`` whose ``filter_epsilon`` is at most ``epsilon``; below 0 if none."""
+    return epsilon - (math.log1p(-1 / order) - math.log(delta * order) / (order - 1))
+
+
+def divergence_at(charges: Charges, *, order: float, adjacency: Adjacency = "add_remove") -> float:
+    """Return a bound on the Rényi divergence of the charges at one order of ``rdp_curve``; infinite if it has none.
+
+    Args:
+        charges: Noisy releases and how often each was made.
+        order: One of the orders that the accountant computes.
+        adjacency: ``add_remove`` or ``zero_out``.
+
+    Guarantee:
+        The divergences of several charges add up, also where later ones depend on what earlier ones released.
+    """
+    orders, divergences = rdp_curve(charges, adjacency=adjacency)
+    found = np.flatnonzero(orders == order)
+    return float(divergences[found[0]]) if len(found) else math.inf
+
+
+def best_filter_order(charges: Charges, *, delta: float, adjacency: Adjacency = "add_remove") -> float:
+    """Return the order at which the epsilon of these planned charges is smallest: a good order for a filter."""
+    check_request(charges, delta=delta, adjacency=adjacency)
+    orders, divergences = rdp_curve(charges, adjacency=adjacency)
+    epsilons = [
+        filter_epsilon(order=float(order), divergence=float(divergence), delta=delta)
+        for order, divergence in zip(orders, divergences, strict=True)
+    ]
+    return float(orders[int(np.argmin(epsilons))])
 
 
 def _negative_binomial_penalty(

@@ -3,6 +3,7 @@
 A run proves not one (epsilon, delta) pair but a whole curve of them, its privacy profile. ``true_positive_bound`` turns
 a profile into a bound on every membership test. The certificate, the report, the audit and ``dpvision epsilon`` all
 call it with ``full_profile``. Where only a pair is known, ``Profile.from_pairs`` gives the (looser) bound of that pair.
+``AttackRisk`` is a limit on such an attack, to which noise can be calibrated instead of to an epsilon.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import final
 
 import numpy as np
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 
 from dpvision.accounting.charges import Charges, check_request, merge
 from dpvision.accounting.pld import gaussian_deltas, pld_deltas, pld_epsilon, shift_without_sampling
-from dpvision.errors import ArgumentError, Problems
+from dpvision.errors import ArgumentError, Problems, brief
 from dpvision.privacy.mechanism import Adjacency, Guarantee, rounded_up
 
 POINTS = 2048
@@ -186,6 +188,125 @@ def balanced_accuracy_bound(profile: Profile) -> float:
     """
     inverse = np.exp(-profile.epsilons)  # instead of e^epsilon, which may overflow
     return float(((1 + profile.deltas * inverse) / (1 + inverse)).min(initial=1.0))
+
+
+def advantage_bound(profile: Profile) -> float:
+    """Bound the membership advantage, TPR - FPR, of every test: twice the balanced accuracy, minus one.
+
+    Args:
+        profile: Pairs that hold at once.
+
+    Returns:
+        The largest possible advantage, from 0 to 1. It is the delta of the profile at epsilon 0, where that is known.
+
+    Guarantee:
+        An upper bound for every attacker.
+    """
+    inverse = np.exp(-profile.epsilons)
+    return float(((1 - inverse + 2 * profile.deltas * inverse) / (1 + inverse)).min(initial=1.0))
+
+
+@final
+@dataclass(frozen=True)
+class AttackRisk:
+    """A limit on every membership attack: on its true-positive rate at a false-positive rate, or on its advantage.
+
+    Written ``tpr:0.05@0.01`` (at most 5 % of the members are recognised where 1 % of the non-members are accused) and
+    ``advantage:0.1`` (TPR - FPR is at most 0.1 at every threshold).
+
+    Attributes:
+        limit: The largest allowed true-positive rate or advantage, below 1.
+        false_positive_rate: Where the true-positive rate is limited, in (0, limit); None limits the advantage.
+
+    Raises:
+        ArgumentError: A value is out of range. A limit that guessing reaches would need infinite noise.
+    """
+
+    limit: float
+    false_positive_rate: float | None = None
+
+    def __post_init__(self) -> None:
+        least = 0.0 if self.false_positive_rate is None else self.false_positive_rate
+        problems = Problems()
+        if self.false_positive_rate is not None:
+            problems.probability("the false-positive rate of target_risk", self.false_positive_rate)
+        problems.require(
+            least < self.limit < 1,
+            f"target_risk must lie between what guessing reaches ({least:g}) and 1, got {self.limit:g}.",
+        )
+        problems.raise_if_any()
+
+    @classmethod
+    def parse(cls, text: str) -> AttackRisk:
+        """Read a limit as it is written.
+
+        Args:
+            text: ``tpr:LIMIT@FPR`` or ``advantage:LIMIT``.
+
+        Raises:
+            ArgumentError: The text is neither, or a value is out of range.
+        """
+        kind, colon, rest = text.strip().partition(":")
+        values = rest.split("@")
+        try:
+            numbers = [float(value) for value in values]
+        except ValueError:
+            numbers = []
+        if not colon or len(numbers) != {"tpr": 2, "advantage": 1}.get(kind):
+            raise ArgumentError(
+                f"target_risk must be tpr:LIMIT@FPR or advantage:LIMIT, such as tpr:0.05@0.01, got {brief(text)!r}."
+            )
+        return cls(*numbers)
+
+    def __str__(self) -> str:
+        """Return the text that ``parse`` reads."""
+        if self.false_positive_rate is None:
+            return f"advantage:{self.limit!r}"
+        return f"tpr:{self.limit!r}@{self.false_positive_rate!r}"
+
+    def bound(self, profile: Profile) -> float:
+        """Return the proved bound on the attack: what must be at most ``limit``.
+
+        Args:
+            profile: Pairs that hold at once.
+
+        Guarantee:
+            An upper bound for every attacker, by ``true_positive_bound`` or ``advantage_bound``.
+        """
+        if self.false_positive_rate is None:
+            return advantage_bound(profile)
+        return true_positive_bound(profile, false_positive_rate=self.false_positive_rate)
+
+    @property
+    def telling_rate(self) -> float:
+        """The false-positive rate at which a certificate shows the limit.
+
+        For an advantage a it is (1 - a) / 2, where a test with TPR (1 + a) / 2 has exactly this advantage.
+        """
+        return (1 - self.limit) / 2 if self.false_positive_rate is None else self.false_positive_rate
+
+    @property
+    def gaussian_shift(self) -> float:
+        """The shift mu of the Gaussian release whose best attack reaches exactly ``limit``. A closed form.
+
+        A test of one Gaussian release of shift mu has TPR = Phi(mu + Phi^-1(FPR)), and the advantage 2 Phi(mu/2) - 1.
+        """
+        normal = NormalDist()
+        if self.false_positive_rate is None:
+            return 2 * normal.inv_cdf((1 + self.limit) / 2)
+        return normal.inv_cdf(self.limit) - normal.inv_cdf(self.false_positive_rate)
+
+    def gaussian_epsilon(self, *, delta: float) -> float:
+        """Return about the epsilon at ``delta`` of that Gaussian release, for plans. It proves nothing for others."""
+        mu = self.gaussian_shift
+        if mu <= 0:
+            return 0.0
+        low, high = 0.0, mu * mu / 2 + mu * (10 - NormalDist().inv_cdf(delta))
+        for _ in range(60):
+            middle = (low + high) / 2
+            above = float(gaussian_deltas(mu, np.array([middle]))[0]) > delta
+            low, high = (middle, high) if above else (low, middle)
+        return high
 
 
 # Largest share of 1/num_units that still counts as clearly below it.

@@ -33,6 +33,7 @@ from dpvision.data import ImageStore, Normalisation, store_of_arrays
 from dpvision.data.splits import RunSplits, constant_normalisation
 from dpvision.errors import ArgumentError, TamperError
 from dpvision.models import entry
+from dpvision.models.shoefit import height_width
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.randomness import Keys
 from dpvision.release.statements import NOT_FOR_RELEASE
@@ -44,7 +45,7 @@ from dpvision.training.stages import model_and_stages, single_stage
 from dpvision.training.start import ledger_header
 from dpvision.training.trainer import Session
 
-MADE_UP = "made-up pictures"
+SYNTHETIC = "synthetic images"
 LARGEST_SIDE = 32
 PLAIN_RATE = 0.1
 PLAIN_SGD = OptimizerSettings(name="sgd", learning_rate=PLAIN_RATE)
@@ -122,7 +123,8 @@ def subject_of_config(config: RunConfig) -> Subject:
     side = config.model.options.get("image_size") or config.data.image_size or min(found.image_size, LARGEST_SIDE)
     channels = config.data.channels or found.in_channels
     classes = found.num_classes if config.task == "classification" else 2
-    return _subject(config, (channels, int(side), int(side)), classes)
+    height, width = height_width(side if isinstance(side, str) else int(side))
+    return _subject(config, (channels, height, width), classes)
 
 
 def config_of_model(name: str, options: dict[str, Any]) -> RunConfig:
@@ -136,7 +138,7 @@ def config_of_model(name: str, options: dict[str, Any]) -> RunConfig:
     return RunConfig(
         name=name,
         task="segmentation" if entry(name).family == "segmentation" else "classification",
-        data=DataConfig(source=MADE_UP),
+        data=DataConfig(source=SYNTHETIC),
         model=ModelConfig(name=name, options={**sized, **options}),
         privacy=PrivacyConfig(
             noise_multiplier=1.4, delta=1e-5, num_units=1000, expected_batch_size=150, steps=50, clip_norm=1.0
@@ -150,7 +152,7 @@ def _subject(config: RunConfig, image_shape: tuple[int, int, int], num_classes: 
         raise ArgumentError("the settings have no privacy: there is no mechanism to test, and no epsilon to refute.")
     not_here = {"most_rows_per_owner": None, "count_noise_multiplier": None}  # facts of other data
     privacy = config.privacy.model_copy(update={"privacy_unit": "example", "adjacency": "add_remove", **not_here})
-    data = DataConfig(source=MADE_UP, normalisation="fixed", rows_per_unit=config.data.rows_per_unit or 1)
+    data = DataConfig(source=SYNTHETIC, normalisation="fixed", rows_per_unit=config.data.rows_per_unit or 1)
     loss = config.loss or ("cross_entropy" if config.task == "classification" else "dice_cross_entropy")
     made_up = {"data": data, "loss": loss, "privacy": privacy, "transfer": None, "cache_features": "off"}
     config = config.model_copy(update=made_up)
@@ -169,7 +171,7 @@ def with_plain_sgd(config: RunConfig) -> RunConfig:
     return config.model_copy(update=plain)
 
 
-AUDIT_STAMP = "an audit run: canaries or made-up pictures are part of its data"
+AUDIT_STAMP = "an audit run: canaries or synthetic images are part of its data"
 
 
 @contextmanager
@@ -243,6 +245,6 @@ def synthetic_store(
         images=images,
         labels=drawn if labels is None else labels,
         class_names=[f"class {number}" for number in range(num_classes)],
-        name="made-up pictures",
+        name=SYNTHETIC,
         unit_names=unit_names,
     )

@@ -182,7 +182,7 @@ def _black(subject: Subject, included: NDArray[np.bool_], keys: Keys, on_step: O
     )
     store = synthetic_store(
         config,
-        np.concatenate([others.images.numpy(), planted.images.numpy()[included]]),
+        np.concatenate([others.images[:].numpy(), planted.images[:].numpy()[included]]),
         num_classes=classes,
         labels=np.concatenate([others.labels.numpy(), planted.labels.numpy()[included]]),
     )

@@ -147,7 +147,7 @@ def settings_of(subject: Subject) -> Document:
         "views": config.views.model_dump(),
         "rows_per_unit": config.data.rows_per_unit,
         "delta": subject.delta,
-        "data": "made-up pictures",
+        "data": "synthetic images",
     }
 
 

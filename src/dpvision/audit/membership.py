@@ -168,7 +168,7 @@ def joined(sides: Sides) -> ImageStore:
     units = torch.cat([members.unit_of_row, others.unit_of_row + members.num_units])
     return replace(
         members,
-        images=torch.cat([members.images, others.images]),
+        images=torch.cat([members.images[:], others.images[:]]),
         labels=torch.cat([members.labels, others.labels]),
         unit_of_row=units,
         row_names=(*members.row_names, *others.row_names),

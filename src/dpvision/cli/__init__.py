@@ -6,23 +6,29 @@ pydantic. ``flags`` derives flags from the configuration, ``console`` prints res
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from dpvision import __version__
+from dpvision.cli.analyze_command import analyze
 from dpvision.cli.audit_command import audit
 from dpvision.cli.console import INTERRUPTED, say
+from dpvision.cli.doctor_command import doctor
 from dpvision.cli.epsilon_command import calibrate, epsilon
 from dpvision.cli.flags import OTHER_NAMES, as_command, run_settings, takes_settings
 from dpvision.cli.model_commands import check, models
+from dpvision.cli.pack_command import pack
 from dpvision.cli.paper_commands import recipes, reproduce
 from dpvision.cli.plan_command import plan
 from dpvision.cli.predict_command import evaluate, predict
 from dpvision.cli.release_commands import export, keygen, report, sign, verify
 from dpvision.cli.run_commands import compare, runs
 from dpvision.cli.train_command import resume, train
+from dpvision.cli.tune_command import tune
 
 
 class _Commands(TyperGroup):
@@ -42,9 +48,9 @@ def command_with_flags(name: str) -> Any:
     return typer.main.get_command(alone)
 
 
-_FOR_TRAINING = (train, resume, plan, epsilon, calibrate)
-_FOR_RELEASES = (evaluate, predict, export, verify, audit, sign, keygen, report, runs, compare)
-_FUNCTIONS = (*_FOR_TRAINING, *_FOR_RELEASES, check, models, recipes, reproduce)
+_FOR_TRAINING = (train, resume, tune, pack, plan, epsilon, calibrate)
+_FOR_RELEASES = (evaluate, predict, export, verify, audit, analyze, sign, keygen, report, runs, compare)
+_FUNCTIONS = (*_FOR_TRAINING, *_FOR_RELEASES, check, models, recipes, reproduce, doctor)
 _COMMANDS: dict[str, Any] = {function.__name__: function for function in _FUNCTIONS}
 
 
@@ -105,6 +111,28 @@ def _usage_message(error: Any) -> str:
     return f"No such option: {error.option_name}{f'. Did you mean {close[0]}?' if close else '.'}"
 
 
+class _Said(logging.Handler):
+    """Prints what the kernels report as one line on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print it, once for all processes of torchrun."""
+        if os.environ.get("RANK", "0") == "0":
+            say(record.getMessage())
+
+
+def _say_when_kernels_are_compiled() -> None:
+    """The first command on a machine may compile them, and would seem to hang."""
+    logger = logging.getLogger("dpvision.kernels")
+    logger.addHandler(_Said())
+    logger.setLevel(logging.INFO)
+
+
 def main() -> None:
     """Run the ``dpvision`` command with the arguments of this process."""
-    run_program(app, name="dpvision")
+    from dpvision.ranks import end_process
+
+    _say_when_kernels_are_compiled()
+    try:
+        run_program(app, name="dpvision")
+    except SystemExit as end:
+        end_process(end.code if isinstance(end.code, int) else 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -32,6 +32,17 @@ class AuditFlags:
     ordinary_shadows: Annotated[
         bool, typer.Option("--ordinary-shadows", help="Train the shadow models without privacy.")
     ] = False
+    reconstruction: Annotated[
+        str | None,
+        typer.Option(
+            help="Reconstruct training images of this published dataset from a 55K-parameter CNN, without privacy and "
+            "at each of --epsilons.",
+            metavar="DATASET",
+        ),
+    ] = None
+    epsilons: Annotated[str, typer.Option(help="Epsilons of --reconstruction, separated by commas.")] = "8,3"
+    targets: Annotated[int, typer.Option(help="Images that --reconstruction attacks, one training run each.")] = 20
+    output: Annotated[Path, typer.Option(help="Folder for the figure of --reconstruction.")] = Path("reconstruction")
     model: Annotated[str | None, typer.Option(help="Audit a registered model with a small mechanism.")] = None
     recipe: Annotated[str | None, typer.Option(help="Audit the model and mechanism of a recipe.")] = None
     option: ModelOptions = None
@@ -56,11 +67,18 @@ def audit(
     --mechanism or --canaries its settings are tried on synthetic images, and the result is attached to its certificate.
     Exit code 0: nothing found. 1: a claim is refuted, or a check failed. 2: there is nothing to audit.
 
+    --reconstruction DATASET needs no run: it shows what the weights of a small network reveal about one image of a
+    published dataset to someone who knows all others, beside the bound.
+
     Example: dpvision audit runs/demo-1 --mechanism --canaries 1000
+
+    Example: dpvision audit --reconstruction cifar10 --epsilons 8,3
     """
     _require_consistent(run, flags)
     set_threads(flags.threads)
-    if flags.on_synthetic_images:
+    if flags.reconstruction is not None:
+        documents = [_reconstruction(flags.reconstruction, flags)]
+    elif flags.on_synthetic_images:
         documents = list(_on_synthetic_images(_subject(run, flags), flags))
     else:
         documents = [_membership(cast("Path", run), flags)]
@@ -77,6 +95,16 @@ def audit(
 def _require_consistent(run: Path | None, flags: AuditFlags) -> None:
     """Refuse flags that name nothing to audit, or would have no effect."""
     subjects = (("a run", run), ("--model", flags.model), ("--recipe", flags.recipe))
+    if flags.reconstruction is not None:
+        others = [name for name, value in subjects if value is not None]
+        others += ["--mechanism or --canaries"] if flags.on_synthetic_images else []
+        others += _given(flags, "option", "members", "non_members", "shadows", "no_attach")
+        if others:
+            raise ArgumentError(f"--reconstruction has a network and a dataset of its own: leave out {others[0]}.")
+        return
+    for owner, flag in _OWNERS.items():
+        if not getattr(flags, owner) and _given(flags, *flag):
+            raise ArgumentError(f"{_given(flags, *flag)[0]} needs --{owner}.")
     given = [name for name, value in subjects if value is not None]
     if len(given) != 1:
         raise ArgumentError(f"name one of a run, --model and --recipe, got {' and '.join(given) or 'none'}.")
@@ -90,8 +118,20 @@ def _require_consistent(run: Path | None, flags: AuditFlags) -> None:
         raise ArgumentError(
             f"{', '.join(unused)} belong to the attack on a run, which --mechanism and --canaries replace."
         )
-    if flags.black_box and flags.canaries is None:
-        raise ArgumentError("--black-box says how to look for canaries: give --canaries too.")
+
+
+_OWNERS = {
+    "reconstruction": ("epsilons", "targets", "output"),
+    "canaries": ("black_box", "confidence"),
+    "shadows": ("ordinary_shadows",),
+}
+"""Flags that have an effect with another one only."""
+
+
+def _given(flags: AuditFlags, *names: str) -> list[str]:
+    """Return those of these flags that differ from their defaults."""
+    defaults = {each.name: each.default for each in fields(AuditFlags)}
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(flags, name) != defaults[name]]
 
 
 def _subject(run: Path | None, flags: AuditFlags) -> Subject:
@@ -121,6 +161,24 @@ def _on_synthetic_images(subject: Subject, flags: AuditFlags) -> Iterator[dict[s
         yield canary_document(subject, found)
 
 
+def _reconstruction(source: str, flags: AuditFlags) -> dict[str, Any]:
+    """Attack models of public images by reconstruction, and draw what came out."""
+    from dpvision.analyze import write_chart
+    from dpvision.audit import ReconstructionPlan, reconstruct, reconstruction_chart, reconstruction_document
+
+    try:
+        epsilons = [float(text) for text in flags.epsilons.split(",") if text.strip()]
+    except ValueError as error:
+        raise ArgumentError(f"--epsilons must be numbers, separated by commas, got {flags.epsilons!r}.") from error
+    if not all(value > 0 for value in epsilons):
+        raise ArgumentError(f"--epsilons must be above 0, got {flags.epsilons!r}.")
+    plan = ReconstructionPlan(source=source, targets=flags.targets)
+    found = reconstruct(plan, [None, *epsilons], say=say)
+    files = write_chart(flags.output, reconstruction_chart(found))
+    say(f"written: {', '.join(str(path) for path in files)}")
+    return reconstruction_document(plan, found)
+
+
 def _membership(run: Path, flags: AuditFlags) -> dict[str, Any]:
     """Attack a finished run by membership inference."""
     from dpvision.audit import keep_private, loss_attack, membership_document, shadow_attack, sides_of
@@ -144,6 +202,8 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
         yield f"  {'ok  ' if check['passed'] else 'FAIL'} {check['name']}: {check['finding']}"
     for attack in document.get("attacks", ()):
         yield from _attack_lines(attack, document["most_true_positives"])
+    for attack in document.get("attacks_on_images", ()):
+        yield from _reconstruction_lines(attack, document["kappa"])
     for name in ("shows", "estimate_shows", "does_not_show"):
         if name in document:
             yield f"  {document[name]}"
@@ -160,3 +220,14 @@ def _attack_lines(attack: dict[str, Any], most: dict[str, float | None]) -> Iter
         yield f"    {share} of the members at {at['false_positive_rate']:.1%} false positives{allowed}"
     for name, each in attack["by_class"].items():
         yield f"    {name}: {'too few images' if each is None else 'area ' + format(each['area'], '.3f')}"
+
+
+def _reconstruction_lines(found: dict[str, Any], kappa: float) -> Iterator[str]:
+    """One reconstruction: who was identified beside the bound, and the error beside a guess without the model."""
+    name = "without privacy" if found["epsilon"] is None else f"epsilon {found['epsilon']:g}"
+    low, high = found["interval"]
+    allowed = "" if found["bound"] is None else f"; the guarantee allows {found['bound']:.1%}"
+    share = f"{found['identified_by_features']:.0%} ({low:.0%} to {high:.0%}) by features, {found['identified']:.0%} by"
+    yield f"  {name}: {share} pixels identified (guessing: {kappa:.1%}){allowed}"
+    errors = f"{found['mean_squared_error']:.4f}, {found['prior_mean_squared_error']:.4f} for the mean image"
+    yield f"    mean squared error {errors}; {found['targets']} targets, {found['models_trained']} models trained"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import typer
 
 from dpvision.errors import DPVisionError, brief, printable
+from dpvision.ranks import RankError
 
 PROBLEMS_FOUND = 1
 """Exit code of a command that ran, and found that something is wrong."""
@@ -30,6 +32,10 @@ def user_errors(wording: Callable[[str], str] = str) -> Iterator[None]:
     """
     try:
         yield
+    except RankError as error:
+        if error.told:
+            raise typer.Exit(2) from error  # rank 0 prints it
+        fail(wording(str(error)))
     except DPVisionError as error:
         fail(wording(str(error)))
     except BrokenPipeError:
@@ -42,7 +48,8 @@ def user_errors(wording: Callable[[str], str] = str) -> Iterator[None]:
 
 def fail(message: str) -> None:
     """Print one line on stderr and leave with exit code 2."""
-    say(f"error: {message}")
+    rank = os.environ.get("RANK", "0")
+    say(f"error: {message}" if rank == "0" else f"error of rank {rank}: {message}")
     raise typer.Exit(2)
 
 
@@ -91,6 +98,11 @@ def print_table(columns: tuple[str, ...], rows: Sequence[Mapping[str, object]], 
     """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    def cell(value: object) -> Text:
+        """A name of a folder may hold brackets, which are no markup, and bytes that can't be printed."""
+        return Text(f"{value:,}" if isinstance(value, int) else printable(value))
 
     console = Console()
     if not console.is_terminal:
@@ -101,5 +113,5 @@ def print_table(columns: tuple[str, ...], rows: Sequence[Mapping[str, object]], 
         figures = all(isinstance(row[column], int) for row in rows)
         table.add_column(column, justify="right" if figures else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(f"{row[c]:,}" if isinstance(row[c], int) else str(row[c]) for c in columns))
+        table.add_row(*(cell(row[c]) for c in columns))
     console.print(table)

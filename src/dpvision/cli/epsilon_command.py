@@ -15,6 +15,7 @@ from dpvision.cli.flags import Given, Json
 from dpvision.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from dpvision.accounting import AttackRisk
     from dpvision.privacy.mechanism import Mechanism
 
 _CALIBRATED = ("noise_multiplier", "steps", "expected_batch_size", "target_epsilon")
@@ -61,28 +62,64 @@ def epsilon(given: Annotated[Given, _MECHANISM], flags: EpsilonFlags) -> None:
 
 
 def calibrate(
-    given: Annotated[Given, (*_MECHANISM, "target_epsilon")], epochs: Epochs = None, json: Json = False
+    given: Annotated[Given, (*_MECHANISM, "target_epsilon", "target_risk", "accountant")],
+    epochs: Epochs = None,
+    json: Json = False,
 ) -> None:
-    """Compute the one that is left out of noise multiplier, steps, batch size and target epsilon.
+    """Compute the one that is left out of noise multiplier, steps, batch size and target.
 
     Example: dpvision calibrate --num-units 60000 --expected-batch-size 256 --steps 14063 --target-epsilon 3
+
+    A limit on attacks: dpvision calibrate --num-units 60000 --expected-batch-size 256 --steps 14063 --target-risk
+    tpr:0.05@0.01
     """
     values = dict(given.get("privacy", {}))
     require(values, "num_units")
+    risk = read_risk(values)
     if epochs is not None and "expected_batch_size" not in values:
         raise ArgumentError("--epochs needs --expected-batch-size. Give --steps to calibrate the batch size.")
     if "steps" in values or epochs is not None:
         values["steps"] = count_steps(values, epochs)
-    left_out = [name for name in _CALIBRATED if name not in values]
+    left_out = [name for name in _CALIBRATED if name not in values and not (risk and name == "target_epsilon")]
     if len(left_out) != 1:
         names, count = ", ".join(map(_flag, _CALIBRATED)), len(_CALIBRATED)
         raise ArgumentError(f"leave out exactly one of {names}, got {count - len(left_out)} of {count}.")
     (unknown,) = left_out
+    if "accountant" in values and unknown != "noise_multiplier":
+        raise ArgumentError("--accountant is for the noise: leave it out, or leave --noise-multiplier open.")
     delta = choose_delta(values, json=json)
     if unknown != "target_epsilon":
         values[unknown] = solve(unknown, values, delta=delta[0])
     extra = {"calibrated": unknown.replace("target_", ""), "target_epsilon": values.get("target_epsilon")}
+    values.pop("target_risk", None)
+    if risk is not None:
+        mechanism = mechanism_of(values)
+        extra |= {"target_risk": str(risk), "risk_bound": risk_bound(risk, mechanism, delta=delta[0])}
     _print_mechanism(mechanism_of(values), delta=delta, json=json, extra=extra)
+
+
+def read_risk(values: dict[str, Any]) -> AttackRisk | None:
+    """Turn the text of --target-risk among ``values`` into an ``AttackRisk``; None if it was not given.
+
+    Raises:
+        ArgumentError: it is not a limit on attacks, or --target-epsilon is given too.
+    """
+    if "target_risk" not in values:
+        return None
+    from dpvision.accounting import AttackRisk
+
+    if "target_epsilon" in values:
+        raise ArgumentError("give --target-epsilon or --target-risk, got both.")
+    values["target_risk"] = AttackRisk.parse(values["target_risk"])
+    return values["target_risk"]
+
+
+def risk_bound(risk: AttackRisk, mechanism: Mechanism, *, delta: float) -> float:
+    """Return the proved bound on the attack that ``risk`` limits, for all steps of a mechanism."""
+    from dpvision.accounting import full_profile
+
+    charges = [(mechanism.step_event, mechanism.steps)]
+    return risk.bound(full_profile(charges, delta=delta, adjacency=mechanism.adjacency))
 
 
 def require(values: dict[str, Any], *names: str) -> None:
@@ -143,11 +180,11 @@ def mechanism_of(values: dict[str, Any]) -> Mechanism:
 
 
 def solve(unknown: str, values: dict[str, Any], *, delta: float) -> float:
-    """Calibrate one quantity of a mechanism to the target epsilon.
+    """Calibrate one quantity of a mechanism to the target.
 
     Args:
         unknown: noise_multiplier, steps or expected_batch_size.
-        values: num_units, target_epsilon, the other two, and perhaps the adjacency.
+        values: num_units, target_epsilon or target_risk, the other two, and perhaps the adjacency.
         delta: delta of the guarantee.
 
     Returns:
@@ -229,7 +266,8 @@ def _shown(name: str, value: Any) -> str:
 
     if not isinstance(value, float):
         return str(value)
-    return rounded_up(value, digits=6) if name == "delta" or name.startswith("epsilon") else f"{value:.6g}"
+    is_bound = name in {"delta", "risk_bound"} or name.startswith("epsilon")
+    return rounded_up(value, digits=6) if is_bound else f"{value:.6g}"
 
 
 def _rdp_if_proved(mechanism: Mechanism, delta: float) -> tuple[float | None, list[str]]:

@@ -24,6 +24,7 @@ import typer
 
 from dpvision.cli.console import known_device, user_errors
 from dpvision.errors import ArgumentError, brief
+from dpvision.ranks import refuse_several_processes
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -51,6 +52,9 @@ class Machine:
 ModelOptions = Annotated[
     list[str] | None, typer.Option(help="Option of the model, as name=value. May be repeated.", metavar="NAME=VALUE")
 ]
+SHARED = ("train", "resume")
+"""Commands whose work is shared among the processes of torchrun."""
+
 OTHER_NAMES = {
     "--epsilon": "--target-epsilon",
     "--eps": "--target-epsilon",
@@ -67,6 +71,7 @@ OTHER_NAMES = {
 }
 """What other programs call our flags."""
 _PANELS = {
+    "search": "Search",
     "data": "Data",
     "privacy": "Privacy",
     "model": "Model",
@@ -228,6 +233,8 @@ def as_command(function: Callable[..., None], *, settings: Sequence[Setting] = (
 
     def run(**values: Any) -> None:
         with user_errors(lambda message: named_by_flags(message, names)):
+            if function.__name__ not in SHARED:
+                refuse_several_processes(f"dpvision {function.__name__}")
             for name, kind in groups.items():
                 if kind is Given:
                     values[name] = _nested(settings, values)
@@ -266,7 +273,7 @@ def named_by_flags(message: str, flags: Mapping[str, str]) -> str:
 
     Returns:
         The message with "privacy.delta" as "--delta (privacy.delta)", "clip_norm" as "--clip-norm" and "trained=last"
-        as "--trained last". A plain word such as "steps" stays.
+        as "--trained last". A plain word such as "steps" stays, and so does the name in "--space clip_norm=…".
     """
 
     def flag(found: re.Match[str]) -> str:
@@ -276,7 +283,7 @@ def named_by_flags(message: str, flags: Mapping[str, str]) -> str:
         shown = f"{flags[name]} ({name})" if "." in name else flags[name]
         return f"{shown} {value[1:]}" if value else shown
 
-    return re.sub(r"(?<![-\w./])([a-z_]+(?:\.[a-z_]+)*)(=\w+)?(?![\w/])", flag, message)
+    return re.sub(r"(?<![-\w./])(?<!--space )([a-z_]+(?:\.[a-z_]+)*)(=\w+)?(?![\w/])", flag, message)
 
 
 def parse_options(texts: Sequence[str] | None) -> dict[str, bool | int | float | str]:
@@ -289,7 +296,7 @@ def parse_options(texts: Sequence[str] | None) -> dict[str, bool | int | float |
     for text in texts or []:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise ArgumentError(f"--option must look like name=value, got {brief(text)!r}.")
+            raise ArgumentError(f"--option must look like NAME=VALUE, got {brief(text)!r}.")
         options[name] = _value(value)
     return options
 
@@ -305,12 +312,15 @@ def _value(text: str) -> bool | int | float | str:
     return text
 
 
+_MOST_THREADS = 4096
+
+
 def set_threads(threads: int | None) -> None:
     """Set the number of torch's threads; the run records the number that is in use."""
     if threads is None:
         return
-    if not threads >= 1:
-        raise ArgumentError(f"--threads must be >= 1, got {threads}.")
+    if not 1 <= threads <= _MOST_THREADS:
+        raise ArgumentError(f"--threads must be from 1 to {_MOST_THREADS}, got {brief(threads)}.")
     import torch
 
     torch.set_num_threads(threads)

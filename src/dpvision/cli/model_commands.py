@@ -23,7 +23,7 @@ DEFAULT_CHANNELS, DEFAULT_SIDE, DEFAULT_CLASSES = 3, 32, 10
 _SHOWN = 4
 
 
-class _Subject(NamedTuple):
+class Subject(NamedTuple):
     """The model to check, and the shape and classes of the images that it is checked with."""
 
     model: nn.Module
@@ -57,7 +57,7 @@ def check(
     # What a user's code prints must not mix with the JSON.
     with redirect_stdout(sys.stderr):
         options = parse_options(option)
-        subject = _find(model, in_channels, image_size, num_classes, options)
+        subject = find_model(model, in_channels, image_size, num_classes, options)
         findings = _inspect(subject)
         fatal = any(finding.fatal for finding in findings)
         changes, open_problems = _mended(subject) if fatal else ([], [])
@@ -103,7 +103,7 @@ def _say_changes(changes: Iterable[Any], open_problems: list[Finding]) -> None:
     grouped = _grouped((change.module or "the model", (change.what, change.why)) for change in changes)
     if grouped:
         enough = "would make it ready" if not open_problems else "would help, but not be enough"
-        typer.echo(f"dpvision.models.make_private_ready(model) {enough}:")
+        typer.echo(f"model, changes = dpvision.models.make_private_ready(model) {enough}:")
     for (what, why), modules in grouped.items():
         typer.echo(printable(f"  {_named(modules)}: {what} ({why})"))
     if grouped and open_problems:
@@ -125,7 +125,7 @@ def _named(modules: list[str]) -> str:
     return ", ".join(modules[:_SHOWN]) + (f" and {more} more (--json names them)" if more > 0 else "")
 
 
-def _inspect(subject: _Subject) -> list[Finding]:
+def _inspect(subject: Subject) -> list[Finding]:
     """Check first that the model returns scores for such images, then that it can be trained privately."""
     from dpvision.gradients.plan import check_model
     from dpvision.gradients.separability import Finding
@@ -153,7 +153,7 @@ def _map_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets[:, None, None, None]).square().flatten(1).mean(1)
 
 
-def _mended(subject: _Subject) -> tuple[list[Any], list[Finding]]:
+def _mended(subject: Subject) -> tuple[list[Any], list[Finding]]:
     """What ``make_private_ready`` would change, and the problems that it would leave."""
     from dpvision.models import make_private_ready
 
@@ -162,14 +162,25 @@ def _mended(subject: _Subject) -> tuple[list[Any], list[Finding]]:
     return changes, left
 
 
-def _find(
+def find_model(
     name: str,
     in_channels: int | None,
     side: int | None,
     num_classes: int | None,
     options: dict[str, bool | int | float | str],
-) -> _Subject:
-    """The registered model with its own defaults, or what the user's function returns."""
+) -> Subject:
+    """Return the registered model with its own defaults, or what the user's function returns.
+
+    Args:
+        name: a registered name, FILE.py:FUNCTION or MODULE:FUNCTION.
+        in_channels: channels of an image; None takes the model's own, or 3.
+        side: side of an image in pixels; None takes the model's own up to 32, or 32.
+        num_classes: classes; None takes the model's own, or 10.
+        options: options of a registered model.
+
+    Raises:
+        ArgumentError: there is no such model, or a value is out of range.
+    """
     problems = Problems()
     for flag, value in (("--in-channels", in_channels), ("--image-size", side), ("--num-classes", num_classes)):
         problems.count(flag, 1 if value is None else value)
@@ -183,7 +194,7 @@ def _find(
         shape = in_channels or DEFAULT_CHANNELS, side or DEFAULT_SIDE, side or DEFAULT_SIDE
         classes = num_classes or DEFAULT_CLASSES
         own = create_own(load_code(name, kind="model"), num_classes=classes, image_shape=shape, seed=0)
-        return _Subject(own, shape[0], shape[1], classes, own_code=True)
+        return Subject(own, shape[0], shape[1], classes, own_code=True)
     from dpvision.models import create, entry
 
     found = entry(name)
@@ -193,4 +204,4 @@ def _find(
     side = min(found.image_size, DEFAULT_SIDE) if side is None else side
     sized = {"image_size": side} if "image_size" in found.options else {}
     model = create(name, in_channels=channels, num_classes=classes, seed=0, **{**sized, **options})
-    return _Subject(model, channels, side, classes)
+    return Subject(model, channels, side, classes)

@@ -45,10 +45,15 @@ def reproduce(
     scale: Annotated[str, typer.Option(help="paper, cpu (reduced versions) or quick (smoke test).")] = "paper",
     repeats: Annotated[int, typer.Option(help="Runs of each row, >= 1. Each is a release of its own.")] = 1,
     rows: Annotated[str | None, typer.Option(help="Names of rows, separated by commas; * matches anything.")] = None,
+    own_sources: Annotated[
+        bool, typer.Option("--own-sources", help="Each repeat trains initial weights of its own, on its own classes.")
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Default: reproduce/TABLE, with -cpu or -quick after it.")] = None,
     show: Annotated[bool, typer.Option("--list", help="List the tables, or the rows of one, and stop.")] = False,
 ) -> None:
-    """Run a paper's table again: table.md, table.json and table.svg with the paper's results beside ours.
+    """Run a paper's table or figure again: table.md, table.json and table.svg, the paper's results beside ours.
+
+    Where the paper has a figure, it is drawn too: figure.png, .svg, .csv and .json.
 
     The same command continues where it was interrupted. Exit code 1: a row failed; the others were run.
 
@@ -65,7 +70,15 @@ def reproduce(
 
     folder = output or Path("reproduce") / (table if scale == "paper" else f"{table}-{scale}")
     patterns = tuple(part.strip() for part in (rows or "").split(",") if part.strip())
-    job = Job(table=find_table(table), folder=folder, scale=scale, repeats=repeats, rows=patterns, device=on.device)
+    job = Job(
+        table=find_table(table),
+        folder=folder,
+        scale=scale,
+        repeats=repeats,
+        rows=patterns,
+        own_sources=own_sources,
+        device=on.device,
+    )
     report = run_table(job, callback=TerminalProgress())
     _print(report, json=on.json)
     if report.interrupted:

@@ -1,7 +1,8 @@
-"""``dpvision plan``: a table of ways to spend a budget, or one setting scaled to a cheaper or larger one."""
+"""``dpvision plan``: a table of ways to spend a budget, its curves, or one setting scaled."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,19 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpvision.cli.console import print_json, say
-from dpvision.cli.epsilon_command import choose_delta, count_steps, mechanism_of, require, solve
-from dpvision.cli.flags import Given, Json
-from dpvision.errors import ArgumentError
+from dpvision.cli.epsilon_command import choose_delta, count_steps, mechanism_of, read_risk, require, solve
+from dpvision.cli.flags import Given, Json, ModelOptions, Threads, parse_options, set_threads
+from dpvision.errors import ArgumentError, printable
 
 if TYPE_CHECKING:
-    from dpvision.accounting import PlanRow
+    from dpvision.accounting import AttackRisk, PlanRow
     from dpvision.cli.plan_chart import Published
     from dpvision.privacy.mechanism import Mechanism
+    from dpvision.training.step_time import StepTime
 
 
 _CAPTION = (
     "effective noise = noise multiplier / batch, on the mean gradient: lower learns better. signal = √steps · sample "
-    "rate / noise. × full: the effective noise against that of as many steps with every unit in each; • marks a batch "
+    "rate / noise. per step: batch / noise, the most that the sum of a step can exceed the noise along it. "
+    "× full: the effective noise against that of as many steps with every unit in each; • marks a batch "
     "that is large enough: a larger one gains less than 10 % at as many steps."
 )
 
@@ -44,26 +47,59 @@ class PlanFlags:
         float | None, typer.Option(help="From the cheap setting back to the full one. Example: --scale-up 16")
     ] = None
     plot: Annotated[Path | None, typer.Option(help="Write a chart here. Example: --plot plan.png")] = None
+    curves: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write curves to this folder as PNG, SVG, CSV and JSON: epsilon over steps, noise at a fixed batch, "
+            "epochs over the batch. Takes about half a minute. Example: --curves plan"
+        ),
+    ] = None
+    needed_steps: Annotated[
+        int | None,
+        typer.Option(help="With --curves: steps that the optimizer needs, whatever the batch. Default: 1000."),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure private steps of this model on synthetic images, for some seconds, and estimate the time of "
+            "every row. A name that `dpvision models` lists, or FILE.py:FUNCTION."
+        ),
+    ] = None
+    option: ModelOptions = None
+    image_size: Annotated[int | None, typer.Option(help="With --model: side of an image in pixels.")] = None
+    in_channels: Annotated[int | None, typer.Option(help="With --model: channels of an image.")] = None
+    num_classes: Annotated[int | None, typer.Option(help="With --model: number of classes.")] = None
+    views: Annotated[int, typer.Option(help="With --model: augmented views of an image.")] = 1
+    threads: Threads = None
     json: Json = False
 
 
 def plan(
-    given: Annotated[Given, ("num_units", "target_epsilon", "noise_multiplier", "delta", "adjacency")], flags: PlanFlags
+    given: Annotated[Given, ("num_units", "target_epsilon", "target_risk", "noise_multiplier", "delta", "adjacency")],
+    flags: PlanFlags,
 ) -> None:
-    """Tabulate the noise for every pair of batch size and length at one target epsilon; or scale one setting.
+    """Tabulate the noise for every pair of batch size and length at one target; or scale one setting.
 
     Example: dpvision plan --num-units 50000 --target-epsilon 8 --plot plan.png
+
+    A limit on attacks, times and curves: dpvision plan --num-units 50000 --target-risk tpr:0.05@0.01 --model wrn16_4
+    --curves plan
     """
     values = dict(given.get("privacy", {}))
+    risk = read_risk(values)
+    _require_model(flags)
     if flags.scale_down is not None or flags.scale_up is not None:
         _scale(values, flags)
         return
     if "noise_multiplier" in values:
         raise ArgumentError("plan finds the noise_multiplier. For a given one use dpvision epsilon.")
-    require(values, "num_units", "target_epsilon")
+    require(values, "num_units", *(() if risk else ("target_epsilon",)))
     delta, proposed = choose_delta(values, json=flags.json)
     if flags.plot is not None:
         _check_plot(flags.plot)
+    if flags.curves is not None:
+        _check_curves(flags.curves)
+    pace = _measured(flags)
     from rich.console import Console
 
     from dpvision.accounting import plan as make_plan
@@ -78,12 +114,63 @@ def plan(
                 steps=flags.steps or (),
             )
         )
-    target = values["target_epsilon"]
-    known = published_settings(num_units=values["num_units"], target_epsilon=target, delta=delta)
-    print_plan(rows, known, target=target, delta_proposed=proposed, json=flags.json)
+    target = values.get("target_epsilon", risk)
+    known = () if risk else published_settings(num_units=values["num_units"], target_epsilon=target, delta=delta)
+    print_plan(rows, known, target=target, delta_proposed=proposed, json=flags.json, pace=pace)
     if flags.plot is not None:
         draw_plan(rows, flags.plot, published=known)
-        typer.echo(f"chart: {flags.plot}", err=flags.json)
+        typer.echo(printable(f"chart: {flags.plot}"), err=flags.json)
+    if flags.curves is not None:
+        from dpvision.cli.plan_curves_chart import write_curves
+
+        with Console(stderr=True).status("computing the curves"):
+            written = write_curves(rows, target, flags.curves, published=known, steps=flags.needed_steps)
+        typer.echo(printable(f"curves: {', '.join(map(str, written))}"), err=flags.json)
+
+
+def _require_model(flags: PlanFlags) -> None:
+    """Refuse flags of the measurement without a model, and those of the curves without curves."""
+    of_model = {"option": None, "image_size": None, "in_channels": None, "num_classes": None, "views": 1}
+    given = [name for name, left_out in of_model.items() if getattr(flags, name) not in (left_out, [])]
+    if given and flags.model is None:
+        raise ArgumentError(f"--{given[0].replace('_', '-')} needs --model: it describes what is measured.")
+    if flags.needed_steps is not None and flags.curves is None:
+        raise ArgumentError("--needed-steps needs --curves.")
+    if flags.model is not None and (flags.scale_down is not None or flags.scale_up is not None):
+        raise ArgumentError("--model measures the rows of a plan. Leave it out with --scale-….")
+
+
+def _check_curves(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ArgumentError(f"--curves must be a folder, got the file {folder}.")
+    if not folder.absolute().parent.is_dir():
+        raise ArgumentError(f"--curves must be in a folder that exists, got {folder}.")
+
+
+def _measured(flags: PlanFlags) -> StepTime | None:
+    """Measure the model's private step; None without a model."""
+    if flags.model is None:
+        return None
+    import sys
+    from contextlib import redirect_stdout
+
+    from rich.console import Console
+
+    from dpvision.cli.model_commands import find_model
+
+    options = parse_options(flags.option)
+    set_threads(flags.threads)
+    with redirect_stdout(sys.stderr), Console(stderr=True).status("measuring private steps on synthetic images"):
+        found = find_model(flags.model, flags.in_channels, flags.image_size, flags.num_classes, options)
+        from dpvision.training.step_time import measure_step
+
+        return measure_step(
+            found.model,
+            image_shape=found.image_shape,
+            num_classes=found.num_classes,
+            views=flags.views,
+            own_code=found.own_code,
+        )
 
 
 def _check_plot(path: Path) -> None:
@@ -138,18 +225,25 @@ def _direction(flags: PlanFlags) -> tuple[bool, float]:
 
 
 def print_plan(
-    rows: Sequence[PlanRow], published: Sequence[Published], *, target: float, delta_proposed: bool, json: bool
+    rows: Sequence[PlanRow],
+    published: Sequence[Published],
+    *,
+    target: float | AttackRisk,
+    delta_proposed: bool,
+    json: bool,
+    pace: StepTime | None = None,
 ) -> None:
     """Print a plan, what papers chose for the same data and epsilon, and warnings.
 
     Args:
         rows: one for each pair of batch size and length, at least one.
         published: settings of papers at the same number of units, epsilon and delta.
-        target: the target epsilon.
+        target: the target epsilon, or the limit on attacks.
         delta_proposed: whether delta was chosen by us.
         json: print JSON instead of tables.
+        pace: the measured time of a step, for the time of each row.
     """
-    from dpvision.accounting import cautions
+    from dpvision.accounting import AttackRisk, cautions
 
     spent = max((row.guarantee for row in rows), key=lambda guarantee: guarantee.epsilon)
     num_units = rows[0].mechanism.num_units
@@ -161,12 +255,17 @@ def print_plan(
         for each in published
     ]
     if json:
-        facts = {"target_epsilon": target, "delta": spent.delta, "delta_proposed": delta_proposed}
+        name, value = ("target_risk", str(target)) if isinstance(target, AttackRisk) else ("target_epsilon", target)
+        facts = {name: value, "delta": spent.delta, "delta_proposed": delta_proposed}
+        if pace is not None:
+            facts["measured_step"] = _pace_values(pace)
         facts |= {"adjacency": spent.adjacency, "num_units": num_units, "cautions": list(warnings)}
-        print_json({**facts, "rows": [_row_values(row) for row in rows], "published": chosen})
+        print_json({**facts, "rows": [_row_values(row, pace) for row in rows], "published": chosen})
         return
-    lines = [_row_line(row) for row in rows]
-    _print_table(lines, title=f"epsilon ≤ {target:g} at delta {spent.delta:g} ({spent.adjacency})", caption=_CAPTION)
+    lines = [_row_line(row, pace) for row in rows]
+    limit = f"attacks ≤ {target}" if isinstance(target, AttackRisk) else f"epsilon ≤ {target:g}"
+    caption = _CAPTION if pace is None else f"{_CAPTION} {_pace_text(pace)}"
+    _print_table(lines, title=f"{limit} at delta {spent.delta:g} ({spent.adjacency})", caption=caption)
     if chosen:
         words = f"epsilon: by our accountant, {spent.adjacency}; they kept {target:g} by RDP, add_remove"
         _print_table(chosen, title=f"What papers chose ({words})")
@@ -234,35 +333,77 @@ def _settings(mechanism: Mechanism) -> dict[str, Any]:
     return {**{name: getattr(mechanism, name) for name in names}, "effective_noise": effective_noise(mechanism)}
 
 
-def _row_values(row: PlanRow) -> dict[str, float | bool]:
+def _pace_values(pace: StepTime) -> dict[str, Any]:
+    """The measurement for JSON."""
+    from dataclasses import asdict
+
+    return {**asdict(pace), "synthetic_images": True}
+
+
+def _pace_text(pace: StepTime) -> str:
+    """What the column of times rests on."""
+    how = "C++ kernels" if pace.native else "plain PyTorch"
+    return (
+        f"time: estimated for this machine as it is now ({how}, threads: {pace.threads}), from private steps of "
+        f"{pace.parameters} parameters on at most {pace.largest_batch} synthetic images: {pace.seconds_fixed:.2g} s + "
+        f"{1000 * pace.seconds_per_unit:.3g} ms per unit; without data loading, evaluation and cached features. norm: "
+        "batch / (noise · √parameters), the most that the sum's length can be of the noise's."
+    )
+
+
+def _over_norm(row: PlanRow, pace: StepTime) -> float:
+    """The largest possible length of a step's sum over that of its noise."""
+    return row.signal_per_step / math.sqrt(max(1, pace.parameters))
+
+
+def _duration(seconds: float) -> str:
+    """Seconds as a person says them."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{seconds:.2g} s"
+
+
+def _row_values(row: PlanRow, pace: StepTime | None) -> dict[str, float | bool]:
     """A row of the plan for JSON."""
-    more = ("full_batch_noise", "excess_noise", "batch_is_enough", "signal")
+    more = ("full_batch_noise", "excess_noise", "batch_is_enough", "signal", "signal_per_step")
+    timed = {} if pace is None else {"seconds": pace.seconds(row.mechanism), "signal_over_norm": _over_norm(row, pace)}
     return {
         **_settings(row.mechanism),
         "sample_rate": row.mechanism.sample_rate,
         **{name: getattr(row, name) for name in more},
+        **timed,
         "epsilon": row.guarantee.epsilon,
     }
 
 
-def _row_line(row: PlanRow) -> dict[str, Any]:
+def _row_line(row: PlanRow, pace: StepTime | None) -> dict[str, Any]:
     """A row of the plan for the table."""
+    timed = (
+        {} if pace is None else {"norm": f"{_over_norm(row, pace):.2g}", "time": _duration(pace.seconds(row.mechanism))}
+    )
     return {
         **_settings(row.mechanism),
         "× full": f"{row.excess_noise:.3g}{' •' if row.batch_is_enough else '  '}",
         "signal": f"{row.signal:.3g}",
+        "per step": _short(row.signal_per_step),
+        **timed,
         "epsilon": row.guarantee.epsilon,
     }
 
 
 def _print_table(lines: Sequence[Mapping[str, Any]], *, title: str, caption: str | None = None) -> None:
     """Print mappings with equal keys as a table, with a line between batch sizes. Epsilon is rounded up."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     from dpvision.privacy.mechanism import rounded_up
 
-    table = Table(title=title, caption=caption)
+    # No vertical lines: all columns fit a terminal of 80 characters, and no number is cut off.
+    table = Table(
+        title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1)
+    )
     for name in lines[0]:
         table.add_column(name.replace("expected_batch_size", "batch").replace("_", " "), justify="right")
     for before, values in zip((lines[0], *lines), lines, strict=False):
@@ -273,4 +414,6 @@ def _print_table(lines: Sequence[Mapping[str, Any]], *, title: str, caption: str
 
 
 def _short(value: object) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if 1000 <= value < 1e15 else f"{value:.4g}"

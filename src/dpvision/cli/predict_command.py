@@ -175,7 +175,7 @@ def _classes(released: ReleasedModel, images: list[Path], *, skip_bad: bool, dev
     rows = [row.tolist() for row in found.probabilities]
     answers: list[dict[str, Any]] = [
         {
-            "picture": name,
+            "image": name,
             "class": chosen,
             **({"findings": list(present)} if found.findings else {"probability": max(row)}),
             "probabilities": row,
@@ -186,7 +186,7 @@ def _classes(released: ReleasedModel, images: list[Path], *, skip_bad: bool, dev
         texts = [", ".join(f"{n} {p:.1%}" for n, p in zip(found.class_names, row, strict=True)) for row in rows]
         lines = [f"{name}: {text}" for name, text in zip(found.names, texts, strict=True)]
     else:
-        lines = [f"{each['picture']}: {each['class']} ({each['probability']:.1%})" for each in answers]
+        lines = [f"{each['image']}: {each['class']} ({each['probability']:.1%})" for each in answers]
     return {"class_names": list(found.class_names), "predictions": answers}, lines, list(found.skipped)
 
 
@@ -195,7 +195,7 @@ def _table(answers: list[dict[str, Any]], class_names: tuple[str, ...]) -> bytes
     content = io.StringIO()
     writer = csv_format.writer(content)
     writer.writerow(["image", "class", *class_names])
-    writer.writerows([each["picture"], each["class"], *each["probabilities"]] for each in answers)
+    writer.writerows([each["image"], each["class"], *each["probabilities"]] for each in answers)
     return content.getvalue().encode()
 
 
@@ -205,7 +205,7 @@ def _masks(
     from dpvision.inference.predict import write_masks
 
     files, skipped = write_masks(released, images, output, force=force, skip_bad=skip_bad, device=device)
-    answers = [{"picture": str(file.source), "mask": str(file.path), "shares": file.shares} for file in files]
+    answers = [{"image": str(file.source), "mask": str(file.path), "shares": file.shares} for file in files]
     lines = [
         f"{file.path}: {', '.join(f'{name} {share:.2%}' for name, share in file.shares.items())}" for file in files
     ]

@@ -50,7 +50,8 @@ class TerminalProgress(RunCallback):
     def started(self, *, name: str, steps: int, done: int, choices: tuple[Choice, ...]) -> None:
         """Print what was chosen, and show the bar of the steps."""
         for choice in choices:
-            line = f"  {choice.setting} = {choice.value}  [dim]({escape(choice.reason)})[/dim]"
+            chosen = escape(printable(f"{choice.setting} = {choice.value}"))
+            line = f"  {chosen}  [dim]({escape(choice.reason)})[/dim]"
             self._console.print(line, highlight=False)
         self._add("steps", description=escape(name), total=steps, completed=done)
 

@@ -44,7 +44,15 @@ def verify(
 def _lines(found: Verification) -> list[str]:
     """What was found, in sentences: problems first, the verdict last."""
     lines = [f"PROBLEM: {problem}" for problem in found.problems]
-    if found.epsilon is not None and found.epsilon_rdp is not None:
+    if found.epsilon is not None and found.search is not None:
+        of = found.search
+        trials = f"{of['trials']} trials" if of["trials"] is not None else f"{of['stopping']} number of trials"
+        lines.append(
+            f"The search's ledger ({of['price']}, {trials}) spends epsilon {rounded_up(found.epsilon, digits=6)} at "
+            f"delta {found.delta:g}, {found.adjacency} of one {found.privacy_unit}. The released run alone: "
+            f"{rounded_up(of['epsilon_of_this_run_alone'], digits=6)}, which is not the guarantee."
+        )
+    elif found.epsilon is not None and found.epsilon_rdp is not None:
         lines.append(
             f"The ledger's {found.steps} steps spend epsilon {rounded_up(found.epsilon, digits=6)} by PLD "
             f"({rounded_up(found.epsilon_rdp, digits=6)} by RDP) at delta {found.delta:g}, "

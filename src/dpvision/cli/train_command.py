@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Mapping
-from contextlib import closing, redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,10 +19,11 @@ import typer
 from dpvision.cli.console import INTERRUPTED, known_device, print_results, say
 from dpvision.cli.flags import Given, Json, Machine, OwnModel, Threads, set_threads
 from dpvision.errors import ArgumentError, DataError, brief, shown
+from dpvision.ranks import Ranks, job_name, may_restart
 
 if TYPE_CHECKING:
     from dpvision.config import RunConfig
-    from dpvision.training import RunResult
+    from dpvision.training import RunCallback, RunResult
 
 LARGEST_CONFIG = 2**20
 MAX_NAME_BYTES = 100
@@ -38,6 +39,16 @@ _Log = Annotated[
 ]
 
 
+_Watch = Annotated[
+    bool,
+    typer.Option(
+        "--watch",
+        help="Record activation norms on public test images and the optimizer's first moment in RUN/logs/watch.json.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainFlags:
     """What ``dpvision train`` is told besides the settings of the run."""
@@ -47,6 +58,7 @@ class TrainFlags:
     output: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME-1, -2 …")] = None
     quick: Annotated[bool, typer.Option("--quick", help="Smoke test of a recipe: two steps, synthetic images.")] = False
     log: _Log = None
+    watch: _Watch = False
     json: Json = False
     scale: Annotated[
         str,
@@ -73,26 +85,86 @@ def train(given: Given, flags: TrainFlags) -> None:
     Watch it: dpvision train ./scans --target-epsilon 3 --log tensorboard,csv
     """
     base = build_config(given, recipe=flags.recipe, scale=flags.scale, file=flags.config)
-    config, folder = place_run(base, recipe=flags.recipe, output=flags.output, quick=flags.quick)
     set_threads(flags.threads)
-    from dpvision.cli.progress import TerminalProgress
-    from dpvision.training import Callbacks
+    ranks = Ranks.of_this_job()
+    ranks.agree({"settings": base.digest()})
+    placed = ranks.decided(lambda: _placed(base, flags))
+    folder = Path(placed["folder"])
+    from dpvision.config import parse_config
+    from dpvision.training import resume_training
     from dpvision.training import train as train_run
-    from dpvision.training.run_logs import log_callback
 
+    if placed["again"]:
+        own = _own_names(base)
+        with _told(flags.log, folder, ranks, watch=flags.watch) as callback:
+            result = resume_training(
+                folder, device=flags.device, callback=callback, model=own.get("model"), loss=own.get("loss")
+            )
+        _finish(result, ranks, json=flags.json, quick=flags.quick)
+        return
     # A smoke test must never pass for a release: a seed set by hand stamps it.
     seed = 0 if flags.quick and flags.unsafe_seed is None else flags.unsafe_seed
-    # What a user's own code prints must not mix with the results.
-    logs = log_callback(flags.log, folder)
-    with closing(TerminalProgress()) as progress, redirect_stdout(sys.stderr):
+    with _told(flags.log, folder, ranks, watch=flags.watch) as callback:
         result = train_run(
-            config,
-            run=folder,
-            seed=seed,
-            device=flags.device,
-            callback=Callbacks(progress, logs),
+            parse_config(placed["config"]), run=folder, seed=seed, device=flags.device, callback=callback
         )
-    _finish(result, json=flags.json, quick=flags.quick)
+    _finish(result, ranks, json=flags.json, quick=flags.quick)
+
+
+@contextmanager
+def _told(log: str | None, folder: Path, ranks: Ranks, *, watch: bool) -> Iterator[RunCallback]:
+    """Show progress on the terminal and in logs; ranks other than 0 show nothing."""
+    from dpvision.cli.progress import TerminalProgress
+    from dpvision.training import Callbacks, RunCallback
+    from dpvision.training.run_logs import log_callback
+
+    # What a user's own code prints must not mix with the results.
+    with redirect_stdout(sys.stderr):
+        if not ranks.leads:
+            yield RunCallback()
+            return
+        logs = log_callback(log, folder)
+        with closing(TerminalProgress()) as progress:
+            yield Callbacks(progress, logs, _watcher(folder, watch))
+
+
+def _placed(base: RunConfig, flags: TrainFlags) -> dict[str, Any]:
+    """Decide on the folder and the data, on rank 0; a restarted job continues its own run."""
+    if may_restart() and flags.output is None:
+        raise ArgumentError("name the run's folder with --output: torchrun may restart this command (--max-restarts).")
+    config, folder = place_run(base, recipe=flags.recipe, output=flags.output, quick=flags.quick)
+    if flags.output is not None and job_name() is not None and _is_own_run(folder, config):
+        return {"folder": str(folder), "again": True}
+    return {"folder": str(folder), "config": config.to_json(), "again": False}
+
+
+def _is_own_run(folder: Path, config: RunConfig) -> bool:
+    """Return whether an earlier process of this job began the run in this folder, and left a checkpoint.
+
+    What it left before its first checkpoint is removed, if nothing was spent. A job with several torchruns has its name
+    by ``--rdzv-id``: without one, another torchrun's run is another job's.
+    """
+    from dpvision.storage.run_folder import RunFolder
+    from dpvision.training.prepare import load_run_code
+    from dpvision.training.start import request_digest
+
+    found = RunFolder(folder)
+    if not found.private.is_dir() or found.started_by() not in (job_name(), None):
+        return False
+    if found.started_by() is not None and any(found.checkpoints.glob("*.safetensors")):
+        if found.asked_for() != request_digest(load_run_code(config)[0]):
+            raise ArgumentError(f"{folder} holds a run of this job with other settings. Choose another --output.")
+        return True
+    found.remove_unspent()
+    return False
+
+
+def _own_names(config: RunConfig) -> dict[str, str]:
+    """Return the model and the loss of a configuration that are the user's own, for a resume."""
+    from dpvision.own_code import is_own
+
+    named = {"model": None if config.model is None else config.model.name, "loss": config.loss}
+    return {kind: name for kind, name in named.items() if name is not None and is_own(name)}
 
 
 def resume(
@@ -106,6 +178,7 @@ def resume(
         str | None, typer.Option(help="The run's own loss again, FILE.py:FUNCTION, where it has one.")
     ] = None,
     log: _Log = None,
+    watch: _Watch = False,
 ) -> None:
     """Continue a run that was interrupted, from any directory. A finished run is left as it is.
 
@@ -114,15 +187,27 @@ def resume(
     Example: dpvision resume runs/demo-1
     """
     set_threads(on.threads)
-    from dpvision.cli.progress import TerminalProgress
-    from dpvision.training import Callbacks, resume_training
-    from dpvision.training.run_logs import log_callback
+    if (run / "private" / "search.json").is_file():
+        raise ArgumentError(f"{run} is a search: continue it with dpvision tune --resume {shown(str(run))}.")
+    ranks = Ranks.of_this_job()
+    from dpvision.training import resume_training
 
-    logs = log_callback(log, run)
-    with closing(TerminalProgress()) as progress, redirect_stdout(sys.stderr):
-        told = Callbacks(progress, logs)
-        result = resume_training(run, allow_fork=fork, device=on.device, callback=told, model=model, loss=loss)
-    _finish(result, json=on.json)
+    with _told(log, run, ranks, watch=watch) as callback:
+        result = resume_training(run, allow_fork=fork, device=on.device, callback=callback, model=model, loss=loss)
+    _finish(result, ranks, json=on.json)
+
+
+def _watcher(run: Path, asked: bool) -> RunCallback:
+    """The callback of --watch; a run that has its file goes on with it."""
+    from dpvision.training.callbacks import RunCallback
+    from dpvision.training.run_logs import LOGS
+
+    path = run / LOGS / "watch.json"
+    if not asked and not path.exists():
+        return RunCallback()
+    from dpvision.analyze import Watch
+
+    return Watch(path)
 
 
 def build_config(
@@ -148,7 +233,7 @@ def build_config(
     values = _base(recipe, file, scale)
     if "source" in given.get("data", {}) and isinstance(values.get("data"), dict):
         values["data"].pop("masks", None)  # those of the base belong to its own images
-    _replace_noise(values, given.get("privacy", {}))
+    _drop_replaced(values, given.get("privacy", {}))
     for name, setting in given.items():
         if name == "model":
             values[name] = _model(_section(values, name), setting)
@@ -205,10 +290,15 @@ def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(found or {})
 
 
-def _replace_noise(values: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Drop the base's noise if the command line gives a target and no noise of its own."""
-    if "target_epsilon" in given and "noise_multiplier" not in given:
-        values["privacy"] = {k: v for k, v in _section(values, "privacy").items() if k != "noise_multiplier"}
+def _drop_replaced(values: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Drop settings of the base that exclude one of the command line: its targets and noise, its steps or epochs."""
+    targets, lengths, replaced = {"target_epsilon", "target_risk"}, {"steps", "epochs"}, set[str]()
+    if targets & given.keys() and "noise_multiplier" not in given:
+        replaced |= {"noise_multiplier", *targets}
+    if lengths & given.keys():
+        replaced |= lengths
+    if replaced:
+        values["privacy"] = {k: v for k, v in _section(values, "privacy").items() if k not in replaced}
 
 
 def _model(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,8 +372,12 @@ def free_folder(parent: Path, name: str) -> Path:
     return parent / f"{name}-{number}"
 
 
-def _finish(result: RunResult, *, json: bool, quick: bool = False) -> None:
-    """Write the report, print the results, and say how to continue if the run is not done."""
+def _finish(result: RunResult, ranks: Ranks, *, json: bool, quick: bool = False) -> None:
+    """Write the report, print the results, and say how to continue if the run is not done; on rank 0 only."""
+    if not ranks.leads:
+        if result.outcome == "stopped":
+            raise typer.Exit(INTERRUPTED)
+        return
     from dpvision.release.report import summary_lines, verdicts_of
 
     report = result.report

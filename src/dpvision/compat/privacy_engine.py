@@ -23,13 +23,26 @@ from dpvision.accounting import calibrate_steps, propose_delta
 from dpvision.compat.recorded_step import BatchShape, Draw, RecordedStep, RecordedTensor, Reduction
 from dpvision.compat.validators import ModuleValidator
 from dpvision.errors import ArgumentError, PrivacyError, Problems
+from dpvision.gradients.plan import model_key
 from dpvision.gradients.proved_graph import losses_noted
 from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.private_step import BudgetSpent
+from dpvision.ranks import job_size
 from dpvision.training.private_run import PrivateBatch, PrivateRun
 from dpvision.training.write_release import RunResult
 
 _STATE: Final = "privacy_accountant_state_dict"
+_CHANGE: Final = (
+    "Keep both the same in every step; or call declare_change of the engine if the change follows from public facts, "
+    "such as the epoch."
+)
+
+
+_OF_OPACUS: Final = frozenset(
+    {"accumulated_iterations", "add_noise", "attach_step_hook", "clip_and_accumulate", "grad_samples", "pre_step"}
+    | {"scale_grad", "signal_skip_step", "summed_grad"}
+)
+"""What Opacus's optimizer has, and a step that is one whole can't have."""
 
 
 class Options(TypedDict, total=False):
@@ -98,8 +111,33 @@ def _recording(model: nn.Module) -> None:
         model.__class__ = type(kind.__name__, (_RecordsCalls, kind), names)
 
 
+class _NotCopied:
+    """Mixed into what a run consists of: a copy would take steps of the same run, with the same noise."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled."""
+        del protocol
+        raise PrivacyError(
+            f"{type(self).__name__} can't be copied or pickled: the copy would take steps of the same run. Use "
+            "state_dict(), or save_checkpoint of the engine."
+        )
+
+
+def require_one_process() -> None:
+    """Refuse several processes: an Opacus loop reads outputs and losses, of which each process has its own.
+
+    Raises:
+        ArgumentError: torchrun started more than one.
+    """
+    if job_size() > 1:
+        raise ArgumentError(
+            f"dpvision.compat trains in one process, and torchrun started {job_size()}. Use dpvision.PrivateRun, whose "
+            "steps share the work."
+        )
+
+
 @final
-class DPOptimizer(torch.optim.Optimizer):
+class DPOptimizer(_NotCopied, torch.optim.Optimizer):
     """The script's optimizer, whose ``step`` is a private step. Made by ``PrivacyEngine``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, training: _Training) -> None:
@@ -108,6 +146,11 @@ class DPOptimizer(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Return what the script's optimizer has."""
+        if name in _OF_OPACUS:
+            raise AttributeError(
+                f"the optimizer of dpvision.compat has no {name}: step clips, adds the noise and updates at once, one "
+                "step for each batch. BatchMemoryManager divides a batch into parts."
+            )
         return getattr(self.__dict__["original_optimizer"], name)
 
     @property
@@ -173,7 +216,7 @@ class DPOptimizer(torch.optim.Optimizer):
 
 
 @final
-class PrivateDataLoader:
+class PrivateDataLoader(_NotCopied):
     """Poisson draws in the place of a ``DataLoader``: as many per epoch as that had batches.
 
     Attributes:
@@ -206,6 +249,8 @@ class PrivateDataLoader:
             draw = self._training.next_draw()
             if draw is None and number:
                 return
+            if draw is None and self._training.started().steps_left:
+                raise PrivacyError("the run was released. Make a new PrivacyEngine to train on.")
             if draw is None:
                 raise BudgetSpent(
                     f"the budget is spent: all {self._training.mechanism.steps} planned steps are charged. End the "
@@ -241,6 +286,19 @@ class _Items(Dataset[Any]):
 
 
 @final
+class _Kept:
+    """How a model was at some time: modules, modes and settings, without the values of its weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._key = model_key(model)
+        self._held = [dict(vars(module)) for module in model.modules()]  # nothing else may get their identities
+
+    def is_still(self, model: nn.Module) -> bool:
+        """Return whether the model is as it was."""
+        return model_key(model) == self._key
+
+
+@final
 class _Training:
     """What the objects of ``make_private`` share: the run, and the recording of the current batch."""
 
@@ -270,11 +328,15 @@ class _Training:
         self._batch: PrivateBatch | None = None
         self._draw: Draw | None = None
         self._function: RecordedStep | None = None
+        self._expected: str | None = None
+        self._kept: _Kept | None = None
+        self._was_read = self._may_change = False
 
     def started(self) -> PrivateRun:
         """Return the run; make it, its folder and its ledger on the first call."""
         if self.run is None:
             folder = self.folder or _free_folder()
+            require_one_process()
             self.run = PrivateRun(self.model, self.optimizer, self.mechanism, folder, seed=self.seed)
             for what, how in self.declared.items():
                 self.run.declare(what, how)
@@ -282,16 +344,82 @@ class _Training:
 
     def next_draw(self) -> Draw | None:
         """Draw the next batch; None if the plan has no step left."""
+        run = self.started()
         if self._batches is None:
-            self._batches = self.started().batches(self._dataset, collate=self._collate, workers=self._workers)
+            self._batches = run.batches(self._dataset, collate=self._collate, workers=self._workers)
+        try:
+            batch = next(self._batches, None)
+        except BaseException as error:
+            self._batches = None  # the current batch can still be given to step
+            if isinstance(error, PrivacyError) and self._batch is not None and self._batch.step == run.steps_taken:
+                raise PrivacyError(
+                    f"the loop took the next batch without optimizer.step() for batch {run.steps_taken}: which steps "
+                    "are taken must not depend on what was drawn. Call step for every batch. To accumulate gradients, "
+                    "give the DataLoader the larger batch_size, and BatchMemoryManager the part that fits in memory."
+                ) from error
+            raise
         if self._draw is not None:
+            self._was_read |= self._draw.was_read
             self._draw.end()
-        self._draw = None
-        batch = self._batch = next(self._batches, None)
+        self._batch, self._draw = batch, None
         if batch is None:
             return None
-        self._draw = Draw(self.model, self.shape, lambda: self._read(batch), rows_at_once=self.microbatch_size)
-        return self._draw
+        draw = self._draw = Draw(
+            self.model,
+            self.shape,
+            lambda: self._read(batch),
+            rows_at_once=self.microbatch_size,
+            before_read=lambda: self._before_read(draw),
+        )
+        return draw
+
+    @property
+    def values_were_read(self) -> bool:
+        """Whether the loop has read any value of a private batch, in an earlier process too."""
+        return self._was_read or (self._draw is not None and self._draw.was_read)
+
+    @property
+    def loss_sha256(self) -> str | None:
+        """The hash of the loss so far."""
+        return self._expected if self._function is None else self._function.sha256
+
+    def _before_read(self, draw: Draw) -> None:
+        """Note how the model is before the first value is read: from then on it must stay so."""
+        if not self.values_were_read:
+            self._kept = _Kept(self.model)
+        self._was_read |= draw is not self._draw
+
+    def allow_change(self) -> None:
+        """Let loss and model of the next step differ from those so far."""
+        self._may_change = True
+
+    def _checked(self, function: RecordedStep) -> RecordedStep:
+        """Return the function of a step: the one of the steps so far, or a new one that can hold nothing private.
+
+        Raises:
+            PrivacyError: values were read, and then the loss or the model became another.
+        """
+        difference = None if self._function is None else self._function.difference(function)
+        if self._was_read and not self._may_change:
+            if self._function is None and self._expected != function.sha256:
+                raise PrivacyError(
+                    "values of private batches were read before this loss was used for the first time, or it is not "
+                    f"the loss of the checkpoint: a private number could be a part of it. {_CHANGE}"
+                )
+            if difference is not None:
+                raise PrivacyError(
+                    f"this step's loss differs from the earlier ones' in {difference}: a number, a tensor or an "
+                    "operation of it changed, which could have been computed from private values that were read. "
+                    f"{_CHANGE}"
+                )
+        if self._kept is None or self._may_change:
+            self._kept = _Kept(self.model)
+        elif self.values_were_read and not self._kept.is_still(self.model):
+            raise PrivacyError(
+                "the model was changed after private values were read (train or eval mode, requires_grad, a hook, or "
+                f"an attribute that its code may use), and the change could have been computed from them. {_CHANGE}"
+            )
+        return function if self._function is None or difference is not None else self._function
 
     def _read(self, batch: PrivateBatch) -> list[Tensor]:
         """Return the values of a draw's rows. Private."""
@@ -315,29 +443,57 @@ class _Training:
                 "optimizer.step() needs a batch of the private loader that has had no step yet. Call it once for each "
                 "batch, after loss.backward()."
             )
-        function = draw.step_function(self.reduction)
-        difference = None if self._function is None else self._function.difference(function)
-        if difference is not None:
-            raise PrivacyError(
-                f"this step's loss differs from the first step's in {difference}: a number, a tensor or an operation "
-                "of it changed, which could have been computed from private values. Compute the same loss in every "
-                "step, or use PrivateRun."
-            )
-        function, run = self._function or function, self.started()
+        function, run = self._checked(draw.step_function(self.reduction)), self.started()
+        self.declare_reading()
         with losses_noted() as noted:
             run.step(batch, function, microbatch_size=self.microbatch_size)
-        if self._function is None:
+        if function is not self._function:
             run.declare("loss of the loop", f"recorded from the user's loop and proved: {function}")
-        self._function = function
-        losses_N = torch.cat(noted)[: batch.drawn_batch_size] if noted else torch.zeros(0)
-        draw.taken(losses_N, function)
+        self._function, self._may_change = function, False
+        drawn = batch.drawn_batch_size
+        if drawn == len(noted):  # one row at once, each with a second one that has no weight
+            noted = [losses[:1] for losses in noted]
+        draw.taken(torch.cat(noted)[:drawn] if noted else torch.zeros(0), function)
 
-    def resume(self, folder: Path) -> None:
-        """Continue an earlier run in the place of this one."""
+    def declare_reading(self) -> None:
+        """Say in the certificate that values were read, if they were."""
+        if self.values_were_read:
+            self.started().declare(
+                "values read from private batches",
+                "the loop reads losses or outputs without noise; what it prints, logs or decides with them, such as a "
+                "learning rate or when to stop, has no epsilon",
+            )
+
+    def resume(self, folder: Path, *, loss_sha256: str | None, values_were_read: bool) -> None:
+        """Continue an earlier run in the place of this one.
+
+        Args:
+            folder: of the run.
+            loss_sha256: hash of its loss.
+            values_were_read: whether its loop had read values of private batches.
+
+        Raises:
+            ArgumentError: the run was planned for another number of units or another batch size.
+        """
         if self.run is not None:
             self.run.close()
-        self.run = PrivateRun.resume(folder, self.model, self.optimizer)
-        self.mechanism, self._batches, self._batch, self._draw = self.run.mechanism, None, None, None
+        require_one_process()
+        run = PrivateRun.resume(folder, self.model, self.optimizer)
+        planned = run.mechanism
+        if (planned.num_units, planned.expected_batch_size) != (
+            self.mechanism.num_units,
+            self.mechanism.expected_batch_size,
+        ):
+            run.close()
+            raise ArgumentError(
+                f"the checkpoint is of {planned.num_units} examples in batches of {planned.expected_batch_size:g}, and "
+                f"make_private was given {self.mechanism.num_units} in batches of "
+                f"{self.mechanism.expected_batch_size:g}. Give it the same data and batch size; training on other data "
+                "is a new run."
+            )
+        self.run, self.mechanism, self._expected = run, planned, loss_sha256
+        self._was_read = self.values_were_read or values_were_read
+        self._batches, self._batch, self._draw = None, None, None
 
 
 def _free_folder() -> Path:
@@ -349,7 +505,7 @@ def _free_folder() -> Path:
 
 
 @final
-class PrivacyEngine:
+class PrivacyEngine(_NotCopied):
     """Make the objects of a training script private, with Opacus's names.
 
     Args:
@@ -510,6 +666,11 @@ class PrivacyEngine:
         mechanism: Mechanism,
         options: Mapping[str, Any],
     ) -> tuple[Any, ...]:
+        if self._made is not None:
+            raise PrivacyError(
+                "make_private was called before on this engine, and its get_epsilon would leave those steps out. Make "
+                "a new PrivacyEngine for each run; the epsilons of runs on the same data add up."
+            )
         ModuleValidator.validate(module, strict=True)
         if isinstance(optimizer, DPOptimizer):
             optimizer = optimizer.original_optimizer
@@ -538,6 +699,23 @@ class PrivacyEngine:
             return 0.0
         return self._training.run.guarantee(delta=delta).epsilon
 
+    def declare_change(self, reason: str) -> None:
+        """Let loss, modes and settings of the model change with the next step, although private values were read.
+
+        Args:
+            reason: why, for the certificate, such as "the weight of the penalty follows the epoch".
+
+        Raises:
+            ArgumentError: there is no reason.
+
+        Guarantee: none for the change itself: that it follows from public facts is declared by the caller. The new loss
+        is proved as the first one was.
+        """
+        if not reason.strip():
+            raise ArgumentError("declare_change needs the reason of the change, for the certificate.")
+        self.run.declare("change of loss or model", f"{reason}; from public facts, as the user declares")
+        self._training.allow_change()
+
     def release(
         self,
         metrics: Mapping[str, float] | None = None,
@@ -552,6 +730,7 @@ class PrivacyEngine:
             evaluated_on: the name of that data.
             data_name: what the certificate calls the training data.
         """
+        self._training.declare_reading()
         return self.run.release(metrics, evaluated_on=evaluated_on, data_name=data_name)
 
     def save_checkpoint(
@@ -575,7 +754,12 @@ class PrivacyEngine:
         run = self.run
         run.save()
         stored = {**(checkpoint_dict or {}), "module_state_dict": module.state_dict()}
-        stored[_STATE] = {"folder": str(run.folder.resolve()), "steps": run.steps_taken}
+        stored[_STATE] = {
+            "folder": str(run.folder.resolve()),
+            "steps": run.steps_taken,
+            "loss_sha256": self._training.loss_sha256,
+            "values_were_read": self._training.values_were_read,
+        }
         if optimizer is not None:
             stored["optimizer_state_dict"] = optimizer.state_dict()
         torch.save(stored, path)
@@ -612,7 +796,11 @@ class PrivacyEngine:
             raise ArgumentError(
                 f"{path} is no checkpoint of dpvision.compat: it does not name the run with its charges."
             )
-        training.resume(Path(stored[_STATE]["folder"]))
+        training.resume(
+            Path(stored[_STATE]["folder"]),
+            loss_sha256=stored[_STATE].get("loss_sha256"),
+            values_were_read=bool(stored[_STATE].get("values_were_read")),
+        )
         taken, saved = self.run.steps_taken, stored[_STATE]["steps"]
         if taken != saved:
             warnings.warn(
@@ -658,6 +846,12 @@ def _declared(loader: DataLoader[Any], options: Mapping[str, Any], *, quiet: boo
             "Leave the sampler out; balance classes by weights in the loss."
         )
     dataset: Any = loader.dataset
+    sampler: Any = loader.sampler
+    if len(sampler) != len(dataset):
+        raise ArgumentError(
+            f"the loader's sampler takes {len(sampler)} of {len(dataset)} examples per epoch, and Poisson "
+            "sampling draws from all. Leave num_samples out, and give make_private steps=."
+        )
     num_units = options.get("num_units") or len(dataset)
     size = min(loader.batch_size, num_units)
     length = num_units // loader.batch_size if loader.drop_last else -(-num_units // loader.batch_size)

@@ -7,31 +7,35 @@ into a ``RecordedStep``: a function from the rows and the model to one loss per 
 traces and proves like any own loss. The step runs the proved graph; the script's Python code never computes a gradient.
 
 Two channels remain by which private values could get into the function itself, and both are closed. A value that was
-read (``.item()``, ``.numpy()``, a branch) may become a number in the code: so nothing may be read before the loss is
-complete, and the function must be the same in every step as in the first. The number of drawn rows may become one: so
-the script never sees it. Its tensors seem to have as many rows as the loader's ``batch_size``, which is public.
+read (``.item()``, ``.numpy()``, a branch) may become a number in the code or a setting of the model: so nothing may be
+read before the loss is complete, and once anything was read, loss and model must stay the same in every later step
+(``privacy_engine``). The number of drawn rows may become one: so the script never sees it. Its tensors seem to have as
+many rows as the loader's ``batch_size``, which is public.
 """
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from dpvision.errors import PrivacyError, brief
-from dpvision.gradients.per_unit import StepFunction
+from dpvision.gradients.per_unit import StepFunction, attributes_restored
 from dpvision.privacy.values import RowTree
 
 Reduction = Literal["mean", "sum"]
@@ -123,7 +127,8 @@ class BatchShape:
         shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
         key = (structure, tuple(shapes), model.training)
         if key not in self.outputs:
-            self.outputs[key] = model(*args, **kwargs)
+            with attributes_restored(model):
+                self.outputs[key] = model(*args, **kwargs)
         return self.outputs[key]
 
 
@@ -136,15 +141,24 @@ class Draw:
         shape: how the batch looks.
         read: returns the values of the drawn rows, one tensor for each in a batch.
         rows_at_once: rows that the model is run on at once where a value is read; None for all.
+        before_read: called before the first value is read.
     """
 
     def __init__(
-        self, model: nn.Module, shape: BatchShape, read: Callable[[], list[Tensor]], *, rows_at_once: int | None
+        self,
+        model: nn.Module,
+        shape: BatchShape,
+        read: Callable[[], list[Tensor]],
+        *,
+        rows_at_once: int | None,
+        before_read: Callable[[], None],
     ) -> None:
         self._model, self.shape, self._read = model, shape, read
-        self._rows_at_once = rows_at_once
+        self._rows_at_once, self._before_read = rows_at_once, before_read
+        self._parameters = [id(parameter) for parameter in model.parameters()]
         self._operations: list[_Operation | None] = [None]  # the first stands for the rows themselves
         self._values: dict[int, list[Any]] = {}
+        self._views: dict[int, Tensor] = {}  # by storage, kept so that no other storage gets the same address
         self._read_at: int | None = None
         self.loss: RecordedTensor | None = None
         self.is_over = self.is_taken = False
@@ -162,6 +176,11 @@ class Draw:
             raise PrivacyError(
                 "the batch was drawn for another model. Call the model that make_private returned, with batches of the "
                 "loader that it returned."
+            )
+        if [id(parameter) for parameter in self._model.parameters()] != self._parameters:
+            raise PrivacyError(
+                "the model was called with other parameters than its own (functional_call), which a recording does not "
+                "hold. Call the model as it is; other weights need a frozen copy of it."
             )
         return self.call(_MODEL, args, kwargs)
 
@@ -183,11 +202,18 @@ class Draw:
         self._operations.append(_Operation(function, tuple(map(_stored, leaves)), structure, enabled))
         node = len(self._operations) - 1
         found, shape = tree_flatten(result)
+        for each in found:
+            if isinstance(each, Tensor) and each._is_view():
+                self._views[_storage(each)] = each
         made = [
             RecordedTensor(self, _Ref(node, place), each) if isinstance(each, Tensor) else each
             for place, each in enumerate(found)
         ]
         return tree_unflatten(made, shape)
+
+    def shares_memory(self, tensor: RecordedTensor) -> bool:
+        """Return whether a tensor is a view of another, or another one is a view of it."""
+        return _storage(tensor.fake) in self._views
 
     def _require_own(self, leaves: Sequence[Any], function: Any) -> None:
         """Refuse tensors of another batch, and trainable tensors outside of the model."""
@@ -200,7 +226,17 @@ class Draw:
                     )
             elif isinstance(leaf, ReadTensor):
                 raise PrivacyError(_WAS_READ)
-            elif isinstance(leaf, Tensor) and leaf.requires_grad and function is not _MODEL:
+            elif isinstance(leaf, FakeTensor):
+                raise PrivacyError(
+                    f"{_name(function)} is given a tensor that the model's own code kept (by a hook or an attribute), "
+                    "which a recording does not follow. Return it from the model's forward."
+                )
+            elif not isinstance(leaf, _CONSTANTS):
+                raise PrivacyError(
+                    f"{_name(function)} is given a {type(leaf).__name__}, an object that can change from step to step "
+                    "without notice. Give tensors and plain values; write functions out with torch operations."
+                )
+            elif isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled() and function is not _MODEL:
                 raise PrivacyError(
                     f"{_name(function)} joins rows with a trainable tensor outside of the model, so its gradient is "
                     "not that of single rows. Call the whole model that make_private returned; for a penalty on "
@@ -212,6 +248,7 @@ class Draw:
     def read(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a function with values: private, and noted."""
         if self._read_at is None:
+            self._before_read()
             self._read_at = len(self._operations)
 
         def value(leaf: Any) -> Any:
@@ -219,9 +256,17 @@ class Draw:
 
         with torch.no_grad():
             plain_args, plain_kwargs = tree_map(value, (tuple(args), dict(kwargs)))
-            run = self._model if function is _MODEL else function  # a model that branches on values
-            result = run(*plain_args, **plain_kwargs)
+            if function is _MODEL:  # a model that branches on values
+                with attributes_restored(self._model):
+                    result = self._model(*plain_args, **plain_kwargs)
+            else:
+                result = function(*plain_args, **plain_kwargs)
         return tree_map(lambda x: x.as_subclass(ReadTensor) if isinstance(x, Tensor) else x, result)
+
+    @property
+    def was_read(self) -> bool:
+        """Whether the script has read any value of this batch."""
+        return self._read_at is not None
 
     def value(self, ref: _Ref) -> Any:
         """Compute a value. Private: what the script does with it is not covered by any epsilon."""
@@ -247,7 +292,8 @@ class Draw:
         args, kwargs = operation.arguments(value)
         with torch.no_grad():
             if operation.function is _MODEL:
-                return tree_leaves(_in_parts(self._model, args, kwargs, rows, self._rows_at_once))
+                with attributes_restored(self._model):
+                    return tree_leaves(_in_parts(self._model, args, kwargs, rows, self._rows_at_once))
             return tree_leaves(operation.function(*args, **kwargs))
 
     def taken(self, losses_N: Tensor, function: RecordedStep) -> None:
@@ -331,6 +377,11 @@ class Draw:
         return found
 
 
+def _storage(tensor: Tensor) -> int:
+    """Identify the memory of a tensor without data."""
+    return tensor.untyped_storage()._cdata
+
+
 def _fake(leaf: Any) -> Any:
     if isinstance(leaf, RecordedTensor):
         return leaf.fake
@@ -341,8 +392,8 @@ def _stored(leaf: Any) -> Any:
     """Return an argument as it is kept; a constant tensor as a copy, so that later changes are noticed."""
     if isinstance(leaf, RecordedTensor):
         return leaf.ref
-    if isinstance(leaf, RowCount):
-        return leaf
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
@@ -460,8 +511,11 @@ def _in_place(draw: Draw, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     if not isinstance(written, RecordedTensor):
         return draw.read(func, args, kwargs)
     name = _name(func)
-    if name in _ADDING and not written.dim() and "out" not in kwargs:  # loss += penalty
-        return draw.call(getattr(Tensor, name[:-1]), args, kwargs)
+    if name in _ADDING and not written.dim() and "out" not in kwargs and not draw.shares_memory(written):
+        made = draw.call(getattr(Tensor, name[:-1]), args, kwargs)  # loss += penalty
+        if isinstance(made, RecordedTensor) and made.dtype == written.dtype and not made.dim():
+            written.ref, written.fake = made.ref, made.fake
+            return written
     raise PrivacyError(f"{name} writes into a tensor of a private batch. Use the form that makes a new tensor.")
 
 
@@ -494,6 +548,11 @@ _REFUSED: Final = _names(
     "as_subclass __dlpack__ __cuda_array_interface__ backward"
 )
 _ADDING: Final = frozenset({"add_", "sub_", "mul_", "div_"})
+_CONSTANTS: Final = (
+    *(Tensor, np.ndarray, np.generic, bool, int, float, complex, str, bytes, slice, range, type, type(None)),
+    *(type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+"""What a recorded call may be given beside recorded tensors: values that are copied, or can't change."""
 _SHAPES: Final = _names("view reshape expand repeat unflatten new_zeros new_ones new_full tile broadcast_to")
 """Functions in which the number of rows is a size, and not a number to compute with."""
 
@@ -542,9 +601,28 @@ class RecordedStep(StepFunction):
             return "the number of operations"
         return None
 
+    @property
+    def sha256(self) -> str:
+        """Hash of operations and constants: equal for the same loss in another process."""
+        parts = [
+            (o.name, o.has_gradient, str(o.structure), [_described(leaf) for leaf in o.leaves])
+            for o in self._operations
+            if o is not None
+        ]
+        settings = (self._loss, self._size, self._reduction)
+        return hashlib.sha256(repr((parts, settings)).encode()).hexdigest()
+
     def __str__(self) -> str:
         names = [operation.name for operation in self._operations if operation is not None]
         return " → ".join(name for name in names if name not in ("to", "detach", "cpu", "cuda"))
+
+
+def _described(leaf: Any) -> str:
+    """Describe a constant by its value."""
+    if isinstance(leaf, (Tensor, np.ndarray)):
+        values = leaf.detach().cpu().reshape(-1).view(torch.uint8).numpy() if isinstance(leaf, Tensor) else leaf
+        return f"{leaf.dtype} {tuple(leaf.shape)} {hashlib.sha256(values.tobytes()).hexdigest()}"
+    return f"{type(leaf).__name__} {leaf!r}"
 
 
 def _same(one: _Operation, two: _Operation) -> bool:
@@ -562,6 +640,8 @@ def _equal(one: Any, two: Any) -> bool:
     if isinstance(one, Tensor):
         same_kind = one.dtype == two.dtype and one.shape == two.shape and one.device == two.device
         return same_kind and bool(torch.equal(one, two))
+    if isinstance(one, np.ndarray):
+        return one.dtype == two.dtype and np.array_equal(one, two)
     if isinstance(one, float) and one != one:
         return two != two
     return one is two or bool(one == two)
@@ -651,10 +731,10 @@ class _Replay:
             return None
         if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
             return None
-        if how == "mean" and name in ("cross_entropy", "nll_loss") and kwargs.get("weight") is not None:
+        if how == "mean" and name in _OWN_DIVISOR and kwargs.get(_OWN_DIVISOR[name]) is not None:
             raise PrivacyError(
-                f"{name} with weights divides by the weights of all rows of a batch, so rows influence each other. Use "
-                "reduction='none', and take .mean() of it."
+                f"{name} with {_OWN_DIVISOR[name]} divides by a sum over all rows of a batch, so rows influence each "
+                "other. Use reduction='none', and take .mean() of it."
             )
         plain_args, plain_kwargs = self._arguments(operation)
         with self._in_our_words(operation):
@@ -691,6 +771,11 @@ class _Replay:
         )
 
 
+_OWN_DIVISOR: Final = {
+    **dict.fromkeys(("cross_entropy", "nll_loss", "mse_loss", "l1_loss"), "weight"),
+    "ctc_loss": "target_lengths",
+}
+"""Criteria whose mean is no mean over rows where they are given this argument."""
 _MOVES: Final = frozenset({"to", "float", "double", "cpu", "cuda", "clone", "contiguous", "squeeze", "type"})
 _LINEAR: Final = _MOVES | {"neg", "add", "sub", "__radd__", "__rsub__", "mul", "div", "true_divide"}
 

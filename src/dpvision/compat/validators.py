@@ -34,7 +34,14 @@ class ModuleValidator:
         """
         found = [UnsupportedModuleError(str(finding)) for finding in unfit_parts(module)]
         for name, part in module.named_modules():
-            if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
+            if isinstance(part, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+                found.append(
+                    UnsupportedModuleError(
+                        f"{name or 'the model'} is a {type(part).__name__}, which divides rows over devices. Give "
+                        "make_private the module inside of it (model.module)."
+                    )
+                )
+            elif isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
                 found.append(UnsupportedModuleError(_mixing(name, part, "mixes the rows of a batch")))
             elif isinstance(part, _InstanceNorm) and part.training and part.track_running_stats:
                 found.append(UnsupportedModuleError(_mixing(name, part, "keeps statistics of private rows")))

@@ -21,12 +21,12 @@ from torch import Tensor
 from dpvision.config import ViewsConfig
 from dpvision.data.augmentation import NO_AUGMENTATION, erase_views, make_views, words_per_view
 from dpvision.data.normalisation import Normalisation
-from dpvision.data.store import ImageStore
+from dpvision.data.store import ImageStore, MappedImages
 from dpvision.errors import DataError, Problems
 from dpvision.privacy.mechanism import Mechanism, OrdinarySampling
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.sampling import PoissonSampler, Sampling, choose_without_replacement, draw_holdout
-from dpvision.privacy.values import Microbatch
+from dpvision.privacy.values import Microbatch, chosen_starts
 
 NO_ROW = -1
 
@@ -61,11 +61,17 @@ class ImageBatches:
         views: ViewsConfig = NO_AUGMENTATION,
     ) -> None:
         Problems().count("rows_per_unit", rows_per_unit).raise_if_any()
-        self._sampler = PoissonSampler(num_units=store.num_units, sample_rate=mechanism.sample_rate, keys=keys)
+        self._sampler = PoissonSampler(
+            num_units=store.num_units,
+            sample_rate=mechanism.sample_rate,
+            keys=keys,
+            expected_batch_size=mechanism.expected_batch_size,
+        )
         self._unit_rows = store.rows_of_units
         self._rows_per_unit = rows_per_unit
         self._views = views
-        self._images = store.images.to(device)
+        # Mapped images stay on the disk; what is drawn goes to the device.
+        self._images = store.images if isinstance(store.images, MappedImages) else store.images.to(device)
         self._labels = store.labels.to(device)
         self._normalisation = normalisation.for_channels(store.image_shape[0])
 
@@ -85,7 +91,8 @@ class ImageBatches:
     def batch(self, step: int) -> DrawnBatch:
         """Return the draw of ``step``: the same for every call."""
         units = self.units(step)
-        return DrawnBatch(self.sampling, self._gather, self._rows(units, step), self._words(units, step))
+        prefetch = self._images.prefetch if isinstance(self._images, MappedImages) else None
+        return DrawnBatch(self.sampling, self._gather, self._rows(units, step), self._words(units, step), prefetch)
 
     def _rows(self, units: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         offsets, order = self._unit_rows
@@ -112,9 +119,10 @@ class ImageBatches:
     def _gather(self, rows_UR: NDArray[np.int64], words_URKJ: NDArray[np.uint64]) -> Microbatch:
         """Make the augmented views of some rows."""
         words_NKJ = words_URKJ.reshape(rows_UR.size, *words_URKJ.shape[2:])
-        index = torch.from_numpy(np.maximum(rows_UR.reshape(-1), 0)).to(self._images.device)
+        index = torch.from_numpy(np.maximum(rows_UR.reshape(-1), 0)).to(self._labels.device)
         # Bytes are turned, mirrored and cropped before they become four times as large.
-        images = make_views(self._images.index_select(0, index), self._views, words_NKJ)
+        drawn = self._images.index_select(0, index).to(self._labels.device)
+        images = make_views(drawn, self._views, words_NKJ)
         inputs = erase_views(self._normalisation.apply(images), self._views, words_NKJ)
         targets = self._targets(self._labels.index_select(0, index), words_NKJ)
         return as_microbatch(inputs, targets, rows_UR, self._views.count)
@@ -135,18 +143,27 @@ class DrawnBatch:
     _gather: Callable[[NDArray[np.int64], NDArray[np.uint64]], Microbatch]
     _rows_DR: NDArray[np.int64]
     _words_DRKJ: NDArray[np.uint64]
+    _prefetch: Callable[[NDArray[np.int64]], None] | None = None
 
     def __repr__(self) -> str:
         return f"DrawnBatch({self.sampling}, sensitive)"
 
-    def microbatches(self, units: int) -> Iterator[Microbatch]:
-        """Yield the draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""
+    @property
+    def drawn_batch_size(self) -> int:
+        """The number of drawn units. Sensitive."""
+        return len(self._rows_DR)
+
+    def microbatches(self, units: int, only: range | None = None) -> Iterator[Microbatch]:
+        """Yield the draw in pieces of exactly ``units`` units, the last one padded, or those of these numbers."""
         Problems().count("units", units).raise_if_any()
-        for start in range(0, len(self._rows_DR), units):
+        for start in chosen_starts(len(self._rows_DR), units, only):
             piece = slice(start, start + units)
             missing = max(0, start + units - len(self._rows_DR))
             rows_UR = np.pad(self._rows_DR[piece], ((0, missing), (0, 0)), constant_values=NO_ROW)
             words_URKJ = np.pad(self._words_DRKJ[piece], ((0, missing), (0, 0), (0, 0), (0, 0)))
+            if self._prefetch is not None:  # read from the disk while this piece is computed
+                soon = self._rows_DR[start + units : start + 2 * units].reshape(-1)
+                self._prefetch(soon[soon != NO_ROW])
             yield self._gather(rows_UR, words_URKJ)
 
 

@@ -9,6 +9,7 @@ A unit gives R·K neighbouring rows to a micro-batch: all views of its first row
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -24,11 +25,22 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dpvision.data.store import dense_units
 from dpvision.errors import ArgumentError, PrivacyError, Problems
+from dpvision.privacy.mechanism import Mechanism
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.sampling import PoissonSampler, Sampling, choose_without_replacement
-from dpvision.privacy.values import Microbatch, RowTree, map_tensors, number_of_rows
+from dpvision.privacy.values import (
+    Microbatch,
+    RowTree,
+    chosen_starts,
+    map_tensors,
+    number_of_rows,
+    row_tensors,
+    rows_digest,
+)
 
 _MOST_IN_A_REQUEST = 32  # rows that a worker process reads at once
+_MOST_VIEWS = 10_000
+_MOST_COMPARED = 128  # rows of a Dataset that are read to tell it from another
 
 
 @final
@@ -65,7 +77,7 @@ class DatasetBatches:
         units: the owner of each row; default: each row is a unit of its own.
         rows_per_unit: rows that a unit gives at most to a step; averaged before clipping.
         reading: transform, collate, views and worker processes.
-        sample_rate: the mechanism's rate; the rows have no influence on it.
+        mechanism: gives the rate; the rows have no influence on it.
         keys: the keys of the run; streams "sampling", "rows" and "augmentation" are used.
         device: where micro-batches are placed.
 
@@ -85,12 +97,14 @@ class DatasetBatches:
         units: Sequence[object] | None,
         rows_per_unit: int,
         reading: Reading,
-        sample_rate: float,
+        mechanism: Mechanism,
         keys: Keys,
         device: torch.device | str,
     ) -> None:
         problems = Problems().count("rows_per_unit", rows_per_unit)
         problems.count("views_per_unit", reading.views_per_unit).count("workers", reading.workers, least=0)
+        problems.raise_if_any()
+        problems.require(reading.views_per_unit <= _MOST_VIEWS, f"views_per_unit is above {_MOST_VIEWS}.")
         problems.raise_if_any()
         self._reader = _Reader(rows, reading)
         owners = _owners(len(self._reader), units)
@@ -98,9 +112,30 @@ class DatasetBatches:
         self._offsets = np.concatenate([[0], np.cumsum(np.bincount(owners))]).astype(np.int64)
         self.num_units = len(self._offsets) - 1
         self._rows_per_unit, self._reading, self._device = rows_per_unit, reading, device
-        self._sampler = PoissonSampler(num_units=self.num_units, sample_rate=sample_rate, keys=keys)
+        self._sampler = PoissonSampler(
+            num_units=self.num_units,
+            sample_rate=mechanism.sample_rate,
+            keys=keys,
+            expected_batch_size=mechanism.expected_batch_size,
+        )
         self._requests = _Requests()
         self._loader: DataLoader[RowTree] | None = None
+
+    def fingerprint(self) -> str:
+        """Digest the number of rows, their units, and their content. Sensitive.
+
+        Of a Dataset some rows are read, spread evenly over all: another order of the rows is noticed, one other row
+        may not be.
+        """
+        digest = hashlib.sha256(f"{len(self._reader)} {self._rows_per_unit} {self._reading.views_per_unit}".encode())
+        for array in (self._order, self._offsets, *self._reader.arrays()):
+            digest.update(f"{array.shape} {array.dtype}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+        if not self._reader.arrays() and len(self._reader):
+            rows = np.unique(np.linspace(0, len(self._reader) - 1, _MOST_COMPARED).round().astype(np.int64))
+            seeds = np.repeat(rows[:, None], self._reading.views_per_unit, axis=1).astype(np.uint64)
+            digest.update(rows_digest(self._reader[_Request(rows, seeds)]))
+        return digest.hexdigest()
 
     def batch(self, step: int) -> DatasetBatch:
         """Return the draw of ``step``: the same for every call."""
@@ -118,9 +153,11 @@ class DatasetBatches:
         seeds = self._sampler.keys.bits_by_unit(units, most * views, "augmentation", step)
         return DatasetBatch(self, self._sampler.sampling, rows_DR, seeds.reshape(len(units), most, views))
 
-    def read(self, rows_DR: NDArray[np.int64], seeds_DRK: NDArray[np.uint64], *, units: int) -> Iterator[Microbatch]:
-        """Yield micro-batches of exactly ``units`` units; -1 is an absent row, of zeros."""
-        starts = range(0, len(rows_DR), units)
+    def read(
+        self, rows_DR: NDArray[np.int64], seeds_DRK: NDArray[np.uint64], *, units: int, only: range | None = None
+    ) -> Iterator[Microbatch]:
+        """Yield micro-batches of exactly ``units`` units, all or ``only`` some; -1 is an absent row, of zeros."""
+        starts = chosen_starts(len(rows_DR), units, only)
         pieces = [self._requests_for(rows_DR[i : i + units], seeds_DRK[i : i + units]) for i in starts]
         fetched = self._fetched([request for piece in pieces for request in piece])
         for start, piece in zip(starts, pieces, strict=True):
@@ -193,10 +230,10 @@ class DatasetBatch:
         """The number of drawn units. Sensitive."""
         return len(self._rows_DR)
 
-    def microbatches(self, units: int) -> Iterator[Microbatch]:
-        """Yield the draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""
+    def microbatches(self, units: int, only: range | None = None) -> Iterator[Microbatch]:
+        """Yield the draw in pieces of exactly ``units`` units, the last one padded, or those of these numbers."""
         Problems().count("units", units).raise_if_any()
-        return self._source.read(self._rows_DR, self._seeds_DRK, units=units)
+        return self._source.read(self._rows_DR, self._seeds_DRK, units=units, only=only)
 
 
 def count_of_units(rows: Any, units: Sequence[object] | None) -> int:
@@ -292,6 +329,11 @@ class _Reader(Dataset[RowTree]):
 
     def __len__(self) -> int:
         return self._count
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """Return the rows where they are arrays; a Dataset has none."""
+        tensors = [] if self._arrays is None else row_tensors(self._arrays)
+        return [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for tensor in tensors]
 
     def __getitem__(self, request: _Request) -> RowTree:
         """Return the inputs and targets of all views of the rows, one after the other."""

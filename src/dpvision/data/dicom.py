@@ -7,6 +7,7 @@ the range of its bits or of the frame. MONOCHROME1 is inverted, so that more is 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from dpvision.data.safe_read import open_regular
 from dpvision.errors import BadFile, DataError, brief, shown
 
-SUFFIXES = frozenset({".dcm", ".dicom"})
+SUFFIXES = frozenset({".dcm", ".dicom", ".ima"})
 MAX_FRAMES = 100_000
 _MAGIC, _MAGIC_AT = b"DICM", 128
 _DEFLATED = "1.2.840.10008.1.2.1.99"
@@ -194,6 +195,8 @@ def _range(
         centres, widths = group.get("WindowCenter"), group.get("WindowWidth")
         if centres is not None and widths is not None:
             centre, width = float(np.ravel(centres)[0]), float(np.ravel(widths)[0])
+            if not (math.isfinite(centre) and math.isfinite(width)):
+                raise BadFile(f"a window of centre {centre} and width {width} is none")
             if group.get("VOILUTFunction") in ("LINEAR_EXACT", "SIGMOID"):
                 return centre - width / 2, centre + width / 2, values
             return centre - 0.5 - (width - 1) / 2, centre - 0.5 + (width - 1) / 2, values

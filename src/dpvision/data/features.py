@@ -24,9 +24,11 @@ from dpvision.data.batches import DrawnBatch, ImageBatches, as_microbatch
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.options import Progress
 from dpvision.data.safe_read import open_regular, read_npy
+from dpvision.data.store import MappedImages
 from dpvision.errors import DataError
 from dpvision.privacy.sampling import Sampling
 from dpvision.privacy.values import Microbatch
+from dpvision.ranks import ALONE, Ranks
 from dpvision.storage.files import disk_errors, replacing
 
 BATCH = 16
@@ -61,13 +63,14 @@ class Features:
 
 def extract(
     backbone: Callable[[Tensor], Tensor],
-    images: Tensor,
+    images: Tensor | MappedImages,
     normalisation: Normalisation,
     *,
     mirrored: bool,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
 ) -> Features:
     """Compute the features of every image.
 
@@ -79,15 +82,17 @@ def extract(
         dtype: of the result; float16 is clamped to its finite range.
         device: where to compute.
         progress: called after each batch.
+        ranks: processes that call this at the same time and share the work, by whole batches.
 
     Returns:
-        The features, on the CPU.
+        The features, on the CPU. Only rank 0 has those of all images.
     """
-    blank = images.new_zeros((BATCH, *images.shape[1:]))
-    with torch.no_grad():
+    blank = torch.zeros((BATCH, *images.shape[1:]), dtype=torch.uint8)
+    own = ranks.share(-(-len(images) // BATCH))
+    with torch.no_grad(), ranks.settling():
         shape_WF = _features_of(backbone, blank, normalisation, mirrored=mirrored, device=device).shape[1:]
         values_NWF = torch.empty((len(images), *shape_WF), dtype=dtype)
-        for start in range(0, len(images), BATCH):
+        for start in range(own.start * BATCH, min(own.stop * BATCH, len(images)), BATCH):
             part = images[start : start + BATCH]
             filled = torch.cat([part, blank[len(part) :]])
             found = _features_of(backbone, filled, normalisation, mirrored=mirrored, device=device)[: len(part)]
@@ -95,7 +100,8 @@ def extract(
                 found = found.clamp(-_LARGEST_HALF, _LARGEST_HALF)
             values_NWF[start : start + len(part)] = found
             if progress is not None:
-                progress("features", start + len(part), len(images))
+                progress("features", min(ranks.size * (start + len(part)), len(images)), len(images))
+    ranks.collect(values_NWF, size=BATCH)
     return Features(values_NWF)
 
 

@@ -17,7 +17,7 @@ from dpvision.data.image_folder import Listing, files_below
 from dpvision.data.images import SUFFIXES, is_readable
 from dpvision.data.options import LoadOptions
 from dpvision.data.table_files import FILE_HEADINGS, FileIndex, file_name, read_table
-from dpvision.errors import DataError, shown, some_of
+from dpvision.errors import DataError, counted, shown, some_of
 
 _PRESENT = frozenset({"1", "1.0"})
 _ABSENT = frozenset({"0", "0.0"})
@@ -54,20 +54,29 @@ def list_findings(
     labels = np.full((len(files), len(found_names)), np.nan, dtype=np.float32)
     seen: set[int] = set()
     unknown: list[str] = []
-    for name, values in rows:
+    for name, place, values in rows:
         at = index.find(name)
         if len(at) > 1 or (at and at[0] in seen):
-            raise DataError(f"{shown(path)} names {shown(name)} twice, or the name fits several files.")
+            raise DataError(
+                f"{shown(path)} names {shown(name)} again in {place}, or the name fits several files. Keep one row for "
+                "each file, with its path below the folder."
+            )
         if at:
             seen.add(at[0])
             labels[at[0]] = values
         elif not elsewhere.find(name):
-            unknown.append(name)
+            unknown.append(f"{name} in {place}")
     if unknown and not options.public:
-        raise DataError(f"{shown(path)} names {len(unknown)} files which are not in the folder: {some_of(unknown)}.")
+        raise DataError(
+            f"{shown(path)} names {counted(len(unknown), 'file')} that are not in the folder: {some_of(unknown)}. "
+            "Correct or remove these rows."
+        )
     missing = [file for number, file in enumerate(files) if number not in seen]
     if missing:
-        raise DataError(f"{shown(path)} has no row for {len(missing)} images: {some_of(missing)}.")
+        raise DataError(
+            f"{shown(path)} has no row for {counted(len(missing), 'image')}: {some_of(missing)}. Add rows, or remove "
+            "these images."
+        )
     return Listing(root=root, class_names=found_names, files=tuple(files), given_labels=_tensor(labels))
 
 
@@ -87,29 +96,31 @@ def _folders_above(root: Path) -> tuple[str, str]:
 
 def _table(
     path: Path, options: LoadOptions, names: Sequence[str] | None
-) -> tuple[tuple[str, ...], list[tuple[str, list[float]]]]:
-    """Read the names of the findings, and (file, values) of every row."""
+) -> tuple[tuple[str, ...], list[tuple[str, str, list[float]]]]:
+    """Read the names of the findings, and (file, place in the table, values) of every row."""
     table = read_table(path)
     heading, lines = table.heading, table.rows
     file_at = next((at for at, cell in enumerate(heading) if cell.lower() in FILE_HEADINGS), None)
     if file_at is None or len(set(heading)) < len(heading):
         raise DataError(f"{shown(path)} needs a heading of different names with 'file' and one column per finding.")
-    asked = names or [each.strip() for each in (options.findings_columns or "").split(",") if each.strip()]
-    wanted = list(asked) or [cell for cell in heading if cell not in (heading[file_at], options.unit_column)]
+    wanted = list(names or options.finding_list or ()) or [
+        cell for cell in heading if cell not in (heading[file_at], options.unit_column)
+    ]
     absent = [name for name in wanted if name not in heading]
     if absent or not wanted:
         raise DataError(f"{shown(path)} has no column for {some_of(absent) or 'a finding'}.")
     columns = [heading.index(name) for name in wanted]
-    rows: list[tuple[str, list[float]]] = []
-    for number, line in enumerate(lines, 2):
+    rows: list[tuple[str, str, list[float]]] = []
+    for number, line in enumerate(lines):
+        place = table.where(number)
         if not line[file_at]:
-            raise DataError(f"{shown(path)}: line {number} names no file.")
-        values = [_value(line[at], path, number, heading[at]) for at in columns]
-        rows.append((file_name(line[file_at]), values))
+            raise DataError(f"{shown(path)}: {place} names no file. Complete or remove it.")
+        values = [_value(line[at], path, place, heading[at]) for at in columns]
+        rows.append((file_name(line[file_at]), place, values))
     return tuple(wanted), rows
 
 
-def _value(cell: str, path: Path, line: int, column: str) -> float:
+def _value(cell: str, path: Path, place: str, column: str) -> float:
     """1, 0, or NaN for an unknown label."""
     text = cell.lower()
     if text in _UNKNOWN:
@@ -117,6 +128,6 @@ def _value(cell: str, path: Path, line: int, column: str) -> float:
     if text in _PRESENT or text in _ABSENT:
         return float(text in _PRESENT)
     raise DataError(
-        f"{shown(path)}: {shown(column)} in line {line} must be 1, 0, -1 (uncertain) or empty, got {shown(cell)}. Name "
+        f"{shown(path)}: {shown(column)} in {place} must be 1, 0, -1 (uncertain) or empty, got {shown(cell)}. Name "
         "the columns of the findings with findings_columns."
     )

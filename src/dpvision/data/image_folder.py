@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
 import numpy as np
 import torch
 
 from dpvision.data.images import (
     SUFFIXES,
+    BadFiles,
     FrameList,
     Place,
     decode_all,
@@ -28,21 +29,42 @@ from dpvision.data.images import (
     usable,
 )
 from dpvision.data.options import LoadOptions, Progress
-from dpvision.data.store import ImageStore
+from dpvision.data.store import ImageStore, MappedImages
 from dpvision.data.units import (
     OWNED_BY_FILE,
     OWNED_BY_PATIENT,
     TEST_FOLDERS,
     TRAIN_FOLDER,
+    known_owners,
     require_real_owners,
+    tells_apart,
     unit_names,
     unit_numbers,
 )
-from dpvision.errors import DataError, printable, shown, some_of
+from dpvision.errors import DataError, counted, printable, shown, some_of
 
 # Sides tried, largest first, when images have no common size and none is asked for.
 USUAL_SIDES = (128, 96, 64, 32)
 MAX_COMMON_SIDE = 256
+# Folders that archivers and file servers put beside those of a user.
+_OF_SYSTEMS = frozenset({"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found"})
+
+
+class Decoder(Protocol):
+    """A function like ``decode_all``: decodes images into memory, or into the shards of a store."""
+
+    def __call__(
+        self,
+        paths: Sequence[Place],
+        names: Sequence[str],
+        *,
+        image_shape: tuple[int, int, int],
+        squash: bool = False,
+        skip_bad: bool = False,
+        progress: Progress | None = None,
+        frames: Sequence[int | None] | None = None,
+        window: tuple[float, float] | None = None,
+    ) -> tuple[torch.Tensor | MappedImages, list[int], BadFiles]: ...
 
 
 @final
@@ -130,7 +152,13 @@ def list_classes(root: Path, *, class_names: Sequence[str] | None = None, least:
     if not files:
         raise DataError(f"{shown(root)} has no images in its class folders ({', '.join(sorted(SUFFIXES))}, DICOM).")
     names = tuple(found if class_names is None else class_names)
-    return Listing(root=root, class_names=names, files=tuple(files))
+    return Listing(root=root, class_names=names, files=tuple(files), unused=_beside_classes(root))
+
+
+def _beside_classes(root: Path) -> str:
+    """Say how many images lie beside the class folders, in none of them."""
+    files = [each for each in root.iterdir() if each.is_file() and not each.name.startswith(".") and is_readable(each)]
+    return f"{counted(len(files), 'image')} beside the class folders, in none of them: not used." if files else ""
 
 
 def load_listing(
@@ -141,6 +169,7 @@ def load_listing(
     name: str,
     also_known: Sequence[str] = (),
     progress: Progress | None = None,
+    decode: Decoder = decode_all,
 ) -> ImageStore:
     """Decode the images of a listing into one store.
 
@@ -151,14 +180,14 @@ def load_listing(
         name: the store's name.
         also_known: files of the test split, which a CSV of owners may mention too.
         progress: called after each file.
+        decode: decodes the images: into memory, unless a store is packed.
 
     Raises:
         DataError: if images can't be decoded or the owner of a file is not known.
     """
     found, owned_by = listing.owners, listing.owners_from
     if found is None:
-        named = unit_names(listing.files, options=options, also_known=also_known)
-        found = None if named is None else tuple(named)
+        found = unit_names(listing.files, options=options, also_known=also_known)
     names = [printable(file) for file in listing.files]
     images = expand_frames(
         listing.places, names, first_only=options.frames == "first", skip_bad=options.skip_bad, progress=progress
@@ -166,10 +195,15 @@ def load_listing(
     units = None if found is None else tuple(found[file] for file in images.files)
     if units is None:
         units, owned_by = _owners_of_frames(images, listing, options)
+    units, some_owners = known_owners(units, options)
     if units is not None and not options.public:
         require_real_owners(units, owned_by or "the named unit")
     places = listing.places
-    pixels, good, bad = decode_all(
+    if not options.public:
+        of_file = None if units is None else dict(zip(images.files, units, strict=True))
+        apart = of_file is None or units is None or not options.owners_are_units(units)
+        require_each_file_once(places, names, owners=None if apart else of_file)
+    pixels, good, bad = decode(
         [places[file] for file in images.files],
         images.names,
         image_shape=image_shape,
@@ -187,11 +221,42 @@ def load_listing(
         unit_of_row=unit_numbers(owners, len(good), options),
         owners=owners,
         owners_from=owned_by,
+        some_owners=some_owners,
         name=name,
         row_names=tuple(images.names[row] for row in good),
         skipped=images.bad + bad,
         unused=listing.unused,
     )
+
+
+def require_each_file_once(places: Sequence[Place], names: Sequence[str], *, owners: Mapping[int, str] | None) -> None:
+    """Refuse a file that links bring into the data under several names: one image would be several units.
+
+    Args:
+        places: where the images are.
+        names: their names, for the message.
+        owners: the unit of each place by its number, if units own several.
+
+    Raises:
+        DataError: one file is at places of different units.
+    """
+    first: dict[tuple[int, int], int] = {}
+    several: list[str] = []
+    for number, place in enumerate(places):
+        if not isinstance(place, Path):
+            continue
+        try:
+            found = place.stat()
+        except OSError:
+            continue  # what can't be read is named where it is read
+        other = first.setdefault((found.st_dev, found.st_ino), number)
+        if other != number and (owners is None or owners.get(other) != owners.get(number)):
+            several.append(f"{names[number]} is {names[other]}")
+    if several:
+        raise DataError(
+            f"{counted(len(several), 'name')} of images lead to a file that has another name too: {some_of(several)}. "
+            "One image would count as several units. Remove the links."
+        )
 
 
 def _owners_of_frames(
@@ -209,7 +274,10 @@ def _owners_of_frames(
                 f"{len(missing)} of {len(images.names)} images have no DICOM patient id: {some_of(missing)}. Name the "
                 "owner with --unit-csv, --unit-pattern or --unit-folder-level, or protect single images: --units rows."
             )
-        return (None, None) if missing else (tuple(printable(p or "") for p in images.patients), OWNED_BY_PATIENT)
+        patients = tuple(printable(patient or "") for patient in images.patients)
+        if options.units == "rows" and not options.public and not tells_apart(patients):
+            return None, None  # by an explicit choice; who the people are is not known
+        return patients, OWNED_BY_PATIENT
     if options.frames == "all":
         return tuple(printable(listing.files[file]) for file in images.files), OWNED_BY_FILE
     several = [listing.files[file] for file, frame in zip(images.files, images.frames, strict=True) if frame == 1]
@@ -266,11 +334,12 @@ def usual_size(sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _folders(root: Path) -> list[str]:
-    """List the visible folders in ``root``, sorted."""
+    """List the visible folders in ``root``, sorted, without those of archivers and file servers."""
     if not root.is_dir():
         raise DataError(f"{shown(root)} is not a folder.")
     try:
-        return sorted(each.name for each in root.iterdir() if each.is_dir() and not each.name.startswith("."))
+        names = (each.name for each in root.iterdir() if each.is_dir() and not each.name.startswith("."))
+        return sorted(name for name in names if name not in _OF_SYSTEMS)
     except OSError as error:
         raise DataError(f"{shown(root)} can't be listed: {shown(error)}.") from error
 

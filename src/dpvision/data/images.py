@@ -29,7 +29,7 @@ from torch.nn.functional import interpolate
 from dpvision.data.dicom import dicom_frame, is_dicom, read_dicom_header
 from dpvision.data.options import LoadOptions, MaskClasses, Progress
 from dpvision.data.safe_read import open_regular, reading
-from dpvision.data.store import ImageStore
+from dpvision.data.store import ImageStore, MappedImages
 from dpvision.errors import ArgumentError, BadFile, DataError, bad_files_text, printable, require_memory, shown
 
 MAX_CLASSES = 200
@@ -112,6 +112,11 @@ GREY_WEIGHTS = (19595, 38470, 7471)
 def fit(store: ImageStore, options: LoadOptions) -> ImageStore:
     """Bring a store to the size and the channels that the options ask for; masks are resized with their images."""
     size = options.size or store.image_shape[1:]
+    if isinstance(store.images, MappedImages):
+        wanted = (options.channels or store.image_shape[0], *size)
+        if wanted != store.image_shape:
+            raise DataError(f"{shown(store.name)} is packed as {store.image_shape}, not as {wanted}: pack it again.")
+        return store
     images = resized(with_channels(store.images, options.channels), size, squash=options.squash)
     if images is store.images:
         return store
@@ -402,10 +407,33 @@ def decode_all(
     Raises:
         DataError: see ``usable``; or the images do not fit into memory.
     """
+    pixels, results = decode_rows(
+        paths, image_shape=image_shape, squash=squash, progress=progress, frames=frames, window=window
+    )
+    _, good, bad = usable(results, names, skip_bad=skip_bad)
+    return torch.from_numpy(pixels[good] if bad else pixels), good, bad
+
+
+def decode_rows(
+    paths: Sequence[Place],
+    *,
+    image_shape: tuple[int, int, int],
+    squash: bool,
+    progress: Progress | None,
+    frames: Sequence[int | None] | None,
+    window: tuple[float, float] | None,
+) -> tuple[NDArray[np.uint8], list[str | None]]:
+    """Decode images in parallel, as ``decode_all`` does.
+
+    Returns:
+        The images, zeros where one can't be decoded, and for each None or the reason why it can't.
+    """
     if len(image_shape) != 3 or image_shape[0] not in (1, 3) or min(image_shape) < 1:
         raise ArgumentError(f"image_shape must be (1 or 3, height, width), got {image_shape}.")
     what = f"{len(paths)} images of {image_shape}"
-    require_memory(len(paths) * math.prod(image_shape), what)
+    require_memory(
+        len(paths) * math.prod(image_shape), what, remedy="Use smaller or fewer images, or pack them: dpvision pack."
+    )
     with reading(what):
         pixels = np.zeros((len(paths), *image_shape), dtype=np.uint8)
 
@@ -413,9 +441,7 @@ def decode_all(
         frame = None if frames is None else frames[row]
         pixels[row] = decode(paths[row], image_shape=image_shape, squash=squash, frame=frame, window=window)
 
-    results = read_each(fill, len(paths), what="reading images", progress=progress)
-    _, good, bad = usable(results, names, skip_bad=skip_bad)
-    return torch.from_numpy(pixels[good] if bad else pixels), good, bad
+    return pixels, read_each(fill, len(paths), what="reading images", progress=progress)
 
 
 def load_images(

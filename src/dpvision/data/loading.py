@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
 from dpvision.data.datasets import DATASETS, DIGITS, dataset_names, load_digits, locate
+from dpvision.data.downsampled_imagenet import is_downsampled_imagenet, load_downsampled_imagenet
 from dpvision.data.finding_table import list_findings
-from dpvision.data.image_folder import Listing, list_classes, load_listing, shape_for, split_folders
-from dpvision.data.images import fit
+from dpvision.data.foreign_shards import refuse_webdataset
+from dpvision.data.image_folder import Decoder, Listing, list_classes, load_listing, shape_for, split_folders
+from dpvision.data.images import decode_all, fit
 from dpvision.data.manifest import is_tiny_imagenet, list_manifest, list_tiny_imagenet, refuse_test_files
 from dpvision.data.masks import load_pairs, with_foreground
 from dpvision.data.mnist_cifar import has_cifar, has_idx, load_cifar, load_idx, open_cifar, refuse_pickled_cifar
 from dpvision.data.normalisation import Normalisation, fixed_normalisation
 from dpvision.data.npz import arrays_of, has_val_arrays, load_npz, splits_of_arrays
 from dpvision.data.options import LoadOptions, Progress
+from dpvision.data.packed_store import is_packed, open_packed
 from dpvision.data.safe_read import reading
 from dpvision.data.store import ImageStore
 from dpvision.data.table_files import is_table
@@ -24,6 +27,8 @@ from dpvision.data.units import TEST_FOLDERS
 from dpvision.errors import DataError, shown, some_of
 
 Pair = tuple[ImageStore, ImageStore | None]
+Decoders = Callable[[str], Decoder]
+"""From the name of a split to what decodes its image files."""
 
 
 @final
@@ -44,14 +49,21 @@ class Splits:
     unused: str = ""
 
 
-def load(source: str | Path, options: LoadOptions | None = None, *, progress: Progress | None = None) -> Splits:
+def load(
+    source: str | Path,
+    options: LoadOptions | None = None,
+    *,
+    progress: Progress | None = None,
+    decoders: Decoders | None = None,
+) -> Splits:
     """Load a dataset.
 
     Args:
         source: a name (digits, mnist, fashionmnist, cifar10, cifar100), or the path of an .npz file, a CIFAR archive,
-            a table of files and labels, a folder or a volume. A ``Path`` is never a name.
+            a table of files and labels, a folder, a packed store or a volume. A ``Path`` is never a name.
         options: how to read it.
         progress: called while files are read.
+        decoders: from the name of a split ("train" or "test") to what decodes its image files; into memory by default.
 
     Returns:
         The splits. The training split is private; who uses the test split declares it public.
@@ -60,12 +72,11 @@ def load(source: str | Path, options: LoadOptions | None = None, *, progress: Pr
         DataError: if the source does not exist or can't be read as what it should be.
     """
     with reading(source):
-        train, test, constants = _load(source, options or LoadOptions(), None, progress)
+        train, test, constants = _load(source, options or LoadOptions(), None, progress, decoders)
     channels = train.image_shape[0]
     normalisation = (constants or fixed_normalisation(channels)).for_channels(channels)
-    unused = train.unused
-    if not unused and not _is_name(source):
-        unused = unused_part(Path(source), has_test=test is not None)
+    part = "" if _is_name(source) else unused_part(Path(source), has_test=test is not None)
+    unused = " ".join(text for text in (train.unused, part) if text)
     return Splits(train=train, test=test, normalisation=normalisation, unused=unused)
 
 
@@ -87,6 +98,16 @@ def load_given(data: object, name: str, options: LoadOptions | None = None) -> S
     with reading(name):
         train, test = _fitted(*splits_of_arrays(arrays_of(data), Path(name), options), options)
     return Splits(train=train, test=test, normalisation=fixed_normalisation(train.image_shape[0]))
+
+
+def require_given(data: object) -> None:
+    """Refuse splits that were loaded from a source: a run on them names that source, and would not know which it is.
+
+    Raises:
+        DataError: ``data`` is of that kind.
+    """
+    if isinstance(data, Splits):
+        raise DataError("data must be arrays or tensors, got splits that were loaded: name their source instead.")
 
 
 def load_one(
@@ -118,10 +139,18 @@ def load_one(
 
 
 def _load(
-    source: str | Path, options: LoadOptions, class_names: Sequence[str] | None, progress: Progress | None
+    source: str | Path,
+    options: LoadOptions,
+    class_names: Sequence[str] | None,
+    progress: Progress | None,
+    decoders: Decoders | None = None,
 ) -> tuple[ImageStore, ImageStore | None, Normalisation | None]:
     """Load both splits, and the published constants if the dataset has any."""
     path = Path(source)
+    if not _is_name(source) and is_packed(path):
+        return _load_packed(path, options)
+    if not _is_name(source):
+        refuse_webdataset(path)
     if options.segmentation:
         return *_load_segmentation(source, options, class_names, progress), None
     if _is_name(source):
@@ -137,15 +166,22 @@ def _load(
         return *_load_dataset(locate(dataset, options, progress=progress), dataset.name, options), dataset.normalisation
     _require_path(source)
     if options.findings is not None and not path.is_dir():
-        raise DataError(f"findings belong to a folder of images, got {shown(path)}.")
+        if path.suffix != ".npz":
+            raise DataError(f"findings belong to a folder of images or an .npz file, got {shown(path)}.")
+        if Path(options.findings).resolve() != path.resolve():
+            raise DataError(f"{shown(path)} holds its findings itself: give --findings {shown(path)}.")
     if is_table(path):
-        return *_load_folder(path, options, class_names, progress), None
+        return *_load_folder(path, options, class_names, progress, decoders), None
+    if is_downsampled_imagenet(path):
+        _refuse_units(options)
+        return *_fitted(*load_downsampled_imagenet(path), options), None
     if path.is_dir() and not _is_dataset_folder(path):
         refuse_pickled_cifar(open_cifar(path))
-        return *_load_folder(path, options, class_names, progress), None
+        return *_load_folder(path, options, class_names, progress, decoders), None
     if path.suffix == ".npz":
         _refuse_units(options, npz=True)
-        return *_fitted(*load_npz(path, options), options), None
+        of_model = class_names if options.findings is not None else None
+        return *_fitted(*load_npz(path, options, class_names=of_model), options), None
     if options.window is not None and not options.public:
         raise DataError(f"{shown(path)} has no intensities for a window.")
     if path.is_dir() and has_idx(path):
@@ -182,8 +218,22 @@ def _load_segmentation(
     return with_foreground(train), None if test is None else with_foreground(test)
 
 
+def _load_packed(path: Path, options: LoadOptions) -> tuple[ImageStore, ImageStore | None, Normalisation | None]:
+    """Open a packed store; what was packed decides on the task and the shape."""
+    train, test, constants = open_packed(path, options)
+    if train.per_pixel != options.segmentation:
+        found, task = ("masks", "segmentation") if train.per_pixel else ("one class an image", "classification")
+        raise DataError(f"{shown(path)} is packed with {found}: it is for task={task}.")
+    train, test = _fitted(train, test, options)
+    return train, test, constants if constants.source == "published" else None
+
+
 def _load_folder(
-    path: Path, options: LoadOptions, class_names: Sequence[str] | None, progress: Progress | None
+    path: Path,
+    options: LoadOptions,
+    class_names: Sequence[str] | None,
+    progress: Progress | None,
+    decoders: Decoders | None = None,
 ) -> Pair:
     """Load a folder (class folders, train/ and test/, images with a table) or a table; of public data one part."""
     name, names = _name_of(path), class_names or options.class_list
@@ -194,12 +244,29 @@ def _load_folder(
         refuse_test_files(listing, options)
     shape = shape_for(listing.root, listing.files, options, places=listing.places, progress=progress)
     known = () if test_listing is None else test_listing.files
-    train = load_listing(listing, image_shape=shape, options=options, name=name, also_known=known, progress=progress)
+    into = decoders or (lambda _: decode_all)
+    train = load_listing(
+        listing,
+        image_shape=shape,
+        options=options,
+        name=name,
+        also_known=known,
+        progress=progress,
+        decode=into("train"),
+    )
     if test_listing is None:
         return train, None
     public = options.without_units(owners=True)
     name, known = f"{name} test", listing.files
-    test = load_listing(test_listing, image_shape=shape, options=public, name=name, also_known=known, progress=progress)
+    test = load_listing(
+        test_listing,
+        image_shape=shape,
+        options=public,
+        name=name,
+        also_known=known,
+        progress=progress,
+        decode=into("test"),
+    )
     return train, test
 
 

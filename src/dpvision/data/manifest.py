@@ -1,22 +1,26 @@
 """Manifests: tables that name the class of each image, and perhaps its owner and its split.
 
 A manifest is a table by itself, a table beside its images (``labels.csv`` and ``images/``), a Hugging Face folder
-(``metadata.csv`` or ``.jsonl``, Parquet files by split, or a folder that ``save_to_disk`` wrote), or Tiny ImageNet's
-list of its validation images. Every mistake is one line for the holder of the data, before anything is spent.
+(``metadata.csv`` or ``.jsonl``, Parquet files by split, or a folder that ``save_to_disk`` wrote), a folder of MDS
+shards, or Tiny ImageNet's list of its validation images. Every mistake is one line for the holder of the data, before
+anything is spent.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
+from dpvision.data.foreign_shards import INDEX, is_mds, read_mds
 from dpvision.data.image_folder import Listing, files_below, list_classes
 from dpvision.data.images import is_readable
 from dpvision.data.options import LoadOptions
@@ -33,7 +37,7 @@ from dpvision.data.table_files import (
     read_table,
 )
 from dpvision.data.units import TEST_FOLDERS, TRAIN_FOLDER, require_real_owners, unit_names
-from dpvision.errors import DataError, printable, shown, some_of
+from dpvision.errors import DataError, brief, counted, printable, shown, some_of
 
 LABEL_HEADINGS = ("label", "labels", "class", "target", "diagnosis", "dx", "category")
 UNIT_HEADINGS = (
@@ -87,6 +91,11 @@ class _Rows:
     splits: list[str]
     class_names: tuple[str, ...] | None
     content: Callable[[int], bytes] | None
+    where: Callable[[int], str]
+
+    def first(self, rows: Sequence[int]) -> str:
+        """Say where the first of some rows is, for the end of a message."""
+        return f"{'the first in ' if len(rows) > 1 else 'in '}{self.where(rows[0])}"
 
 
 def list_manifest(
@@ -135,7 +144,7 @@ def _parts(source: Path, options: LoadOptions) -> list[_Part]:
         if not root.is_dir():
             raise DataError(f"{shown(root)} is not a folder: image_folder must be one.")
         return [_Part((source,), root)]
-    saved = _saved_datasets(source)
+    saved = _saved_datasets(source) or _mds(source)
     if saved:
         return saved
     folders = [name for name in (TRAIN_FOLDER, *TEST_FOLDERS) if (source / name).is_dir()]
@@ -173,14 +182,22 @@ def _table_in(folder: Path, options: LoadOptions) -> Path | None:
 def _saved_datasets(source: Path) -> list[_Part]:
     """Find the Arrow files of a folder that Hugging Face's ``save_to_disk`` wrote."""
     if (source / "dataset_dict.json").is_file():
-        names = _json(source / "dataset_dict.json").get("splits", ())
-        return [part for name in names if isinstance(name, str) for part in _saved(source / Path(name).name, name)]
+        names = _listed(source / "dataset_dict.json", "splits", str)
+        return [part for name in names for part in _saved(source / Path(name).name, name)]
     return _saved(source, None) if (source / "state.json").is_file() else []
 
 
+def _mds(source: Path) -> list[_Part]:
+    """Find MDS shards: in the folder itself, or in folders of splits."""
+    if is_mds(source):
+        return [_Part((source / INDEX,), source)]
+    found = [name for name in (TRAIN_FOLDER, *TEST_FOLDERS) if is_mds(source / name)]
+    return [_Part((source / name / INDEX,), source / name, name) for name in found] if TRAIN_FOLDER in found else []
+
+
 def _saved(folder: Path, split: str | None) -> list[_Part]:
-    files = _json(folder / "state.json").get("_data_files", ())
-    named = [each.get("filename") for each in files if isinstance(each, dict)]
+    files = _listed(folder / "state.json", "_data_files", dict)
+    named = [each.get("filename") for each in files]
     tables = tuple(folder / Path(name).name for name in named if isinstance(name, str))
     info = folder / "dataset_info.json"
     stated = classes_of_features(_json(info).get("features")) if info.is_file() else {}
@@ -222,25 +239,41 @@ def list_tiny_imagenet(source: Path, *, class_names: Sequence[str] | None = None
         lines = [line.split("\t") for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
     if any(len(line) < 2 for line in lines):
         raise DataError(f"{shown(notes)} must have a file and a class in each line.")
-    table = Table(notes, ["file", "label"], [line[:2] for line in lines])
-    rows = _rows_of(_Part((notes,), root, "val"), table, LoadOptions(public=True), content=None)
+    table = Table(notes, ["file", "label"], [line[:2] for line in lines], lines=tuple(range(1, len(lines) + 1)))
+    rows = _rows_of(_Part((notes,), root, "val"), table, LoadOptions(public=True))
     return train, _listing(rows, train.class_names, LoadOptions(public=True))[0]
 
 
 def _read(part: _Part, options: LoadOptions) -> _Rows:
     """Read the tables of a part as one."""
-    tables = [read_table(path) for path in part.tables]
+    tables = [read_mds(path.parent) if path.name == INDEX else read_table(path) for path in part.tables]
     first = tables[0]
     if any(set(table.heading) != set(first.heading) for table in tables):
         raise DataError(f"{shown(part.tables[-1])} has other columns than {shown(first.path.name)}.")
     lines = [[row[table.heading.index(name)] for name in first.heading] for table in tables for row in table.rows]
     stated = {**first.class_names, **dict(part.class_names)}
     whole = replace(first, rows=lines, class_names=stated)
-    return _rows_of(part, whole, options, content=_joined_images(tables, options))
+    ends = list(accumulate(len(table.rows) for table in tables))
+
+    def place(row: int) -> tuple[Table, int]:
+        at = bisect_right(ends, row)
+        return tables[at], row - (ends[at - 1] if at else 0)
+
+    def where(row: int) -> str:
+        table, local = place(row)
+        return table.where(local) + (f" of {shown(table.path.name)}" if len(tables) > 1 else "")
+
+    column = _image_column(tables, options)
+
+    def content(row: int) -> bytes:
+        table, local = place(row)
+        return table.images[column or ""](local)
+
+    return _rows_of(part, whole, options, content=None if column is None else content, where=where)
 
 
-def _joined_images(tables: Sequence[Table], options: LoadOptions) -> Callable[[int], bytes] | None:
-    """Return a reader of the images that the tables hold themselves, in one count of rows."""
+def _image_column(tables: Sequence[Table], options: LoadOptions) -> str | None:
+    """Choose the column of images that the tables hold themselves; None where they hold none."""
     named = options.file_column
     columns = list(tables[0].images)
     if not columns or (named is not None and named not in columns):
@@ -248,20 +281,19 @@ def _joined_images(tables: Sequence[Table], options: LoadOptions) -> Callable[[i
     column = named or ("image" if "image" in columns else columns[0])
     if any(column not in table.images for table in tables):
         raise DataError(f"{shown(tables[-1].path)} has no images in its column {shown(column)}.")
-    ends: list[int] = []
-    for table in tables:
-        ends.append((ends[-1] if ends else 0) + len(table.rows))
-
-    def read(row: int) -> bytes:
-        at = next(number for number, end in enumerate(ends) if row < end)
-        return tables[at].images[column](row - (ends[at - 1] if at else 0))
-
-    return read
+    return column
 
 
-def _rows_of(part: _Part, table: Table, options: LoadOptions, *, content: Callable[[int], bytes] | None) -> _Rows:
+def _rows_of(
+    part: _Part,
+    table: Table,
+    options: LoadOptions,
+    *,
+    content: Callable[[int], bytes] | None = None,
+    where: Callable[[int], str] | None = None,
+) -> _Rows:
     """Take the columns of a table, and refuse rows that lack something."""
-    path = table.path
+    path, where = table.path, where or table.where
     if not table.rows:
         raise DataError(f"{shown(path)} is empty: rows of file and label are needed.")
     label = _column(table, options.label_column, LABEL_HEADINGS, "label", "--label-column")
@@ -277,28 +309,31 @@ def _rows_of(part: _Part, table: Table, options: LoadOptions, *, content: Callab
         at = _column(table, options.file_column, _FILE_HEADINGS, "file", "--file-column")
         files = [file_name(cell) for cell in table.column(at or "")]
     else:
-        files = [f"row {number}" for number in range(1, len(table.rows) + 1)]
+        name = shown(path.name)
+        files = [f"{name} {where(row)}" if len(part.tables) == 1 else where(row) for row in range(len(table.rows))]
     columns = {"file": files, "label": table.column(label or ""), "split": table.column(split) if split else files}
     columns |= {"owner": table.column(unit) if unit and not options.public else files}
     for what, cells in columns.items():
-        empty = [number for number, cell in enumerate(cells, 2) if not cell]
+        empty = [row for row, cell in enumerate(cells) if not cell]
         if empty:
-            raise DataError(f"{shown(path)}: {len(empty)} rows have no {what}, the first is line {empty[0]}.")
+            raise DataError(
+                f"{shown(path)} has no {what} in {counted(len(empty), 'row')}, the first is {where(empty[0])}. "
+                "Complete or remove them."
+            )
     owners_from = None if unit is None else f"the column {unit} of the table"
     owners = None if unit is None else [printable(cell) for cell in table.column(unit)]
     if owners is not None and not options.public:
-        require_real_owners(owners, f"the column {shown(unit)} of {shown(path.name)}")
-    if owners is not None and not all(owners):
-        owners = None  # public rows are not protected: who owns them is known of all or of none
+        require_real_owners(owners, f"the column {shown(unit)} of {shown(path.name)}", where=where)
     return _Rows(
         part,
         files,
         columns["label"],
         owners,
         owners_from,
-        _split_of_rows(part, table, split, files),
+        _split_of_rows(part, table, split, files, where),
         table.class_names.get(label or ""),
         content,
+        where,
     )
 
 
@@ -331,7 +366,9 @@ def _column(
     return found
 
 
-def _split_of_rows(part: _Part, table: Table, column: str | None, files: Sequence[str]) -> list[str]:
+def _split_of_rows(
+    part: _Part, table: Table, column: str | None, files: Sequence[str], where: Callable[[int], str]
+) -> list[str]:
     """Say which split each row belongs to: by its folder, by a column, by the first folder of its file, or train."""
     if part.split is not None:
         found = [part.split.lower()] * len(files)
@@ -342,7 +379,11 @@ def _split_of_rows(part: _Part, table: Table, column: str | None, files: Sequenc
         found = first if "train" in first and set(first) <= _SPLITS.keys() else ["train"] * len(files)
     unknown = sorted(set(found) - _SPLITS.keys())
     if unknown:
-        raise DataError(f"{shown(table.path)}: a split must be train, test or val, got {some_of(unknown)}.")
+        first_row = next(row for row, split in enumerate(found) if split not in _SPLITS)
+        raise DataError(
+            f"{shown(table.path)}: a split must be train, test or val, got {some_of(unknown)}, first in "
+            f"{where(first_row)}. Rename it, or name another column with --split-column."
+        )
     return found
 
 
@@ -360,6 +401,14 @@ def _classes(rows: Sequence[_Rows], options: LoadOptions, given: Sequence[str] |
             "them with --classes A,B,…, or read them off the labels and declare them public with --public-classes."
         )
     found = {label for each in rows for label in each.labels}
+    alike = [each for each, count in Counter(map(str.casefold, found)).items() if count > 1]
+    if alike:
+        ways = sorted(label for label in found if label.casefold() == min(alike))
+        at = next((each, row) for each in rows for row, label in enumerate(each.labels) if label == ways[0])
+        raise DataError(
+            f"{shown(source)} has labels that differ in capital letters alone: {some_of(ways)} ({shown(ways[0])} first "
+            f"in {at[0].where(at[1])}). Write them in one way, or declare the classes with --classes."
+        )
     if not 2 <= len(found) <= _MOST_CLASSES and not options.public:
         raise DataError(f"{shown(source)} has {len(found)} different labels: 2 to {_MOST_CLASSES} classes are needed.")
     numbers = all(label.isdecimal() for label in found)
@@ -374,8 +423,10 @@ def _listing(rows: _Rows, names: tuple[str, ...], options: LoadOptions) -> tuple
     table = rows.part.tables[0]
     unknown = sorted(set(rows.labels) - number.keys())
     if unknown:
+        where = rows.first([row for row, label in enumerate(rows.labels) if label not in number])
         raise DataError(
-            f"{shown(table)} has labels that are no class: {some_of(unknown)}. The classes are {some_of(names)}."
+            f"{shown(table)} has labels that are no class: {some_of(unknown)}, {where}. The classes are "
+            f"{some_of(names)}. Correct the labels or --classes."
         )
     labels, kept, files = [number[label] for label in rows.labels], list(range(len(rows.files))), rows.files
     if rows.content is None:
@@ -383,6 +434,12 @@ def _listing(rows: _Rows, names: tuple[str, ...], options: LoadOptions) -> tuple
         kept = [row for row, place in enumerate(places) if place is not None]
         files = [place for place in places if place is not None]
     owners = None if rows.owners is None else [rows.owners[row] for row in kept]
+    by_name = [name for name in ("unit_pattern", "unit_folder_level", "unit_csv") if getattr(options, name) is not None]
+    if rows.content is not None and by_name and not options.public:
+        raise DataError(
+            f"{shown(table)} holds the images itself, without names of files for {by_name[0]}: name its column of "
+            "owners with --unit-column."
+        )
     if owners is None:
         of_table = {} if options.unit_csv is not None else {"unit_column": None}
         owners = unit_names(files, options=options.model_copy(update=of_table))
@@ -403,37 +460,51 @@ def _matched(rows: _Rows, options: LoadOptions) -> list[str | None]:
     root, table = rows.part.root, rows.part.tables[0]
     base = root.resolve().as_posix()
     names = [name.removeprefix(f"{base}/") for name in rows.files]
-    outside = [name for name in names if leads_outside(name)]
+    outside = [row for row, name in enumerate(names) if leads_outside(name)]
     if outside:
         raise DataError(
-            f"{shown(table)} names {len(outside)} files outside {shown(root)}: {some_of(outside)}. Name the folder of "
-            "the images with --image-folder."
+            f"{shown(table)} names {counted(len(outside), 'file')} outside {shown(root)}: {_some(names, outside)}, "
+            f"{rows.first(outside)}. Name the folder of the images with --image-folder."
         )
     files = sorted(file for file in files_below(root) if is_readable(root / file))
     index = FileIndex(files, above=[root.resolve().name])
     found = [index.find(name) for name in names]
-    unclear = [name for name, at in zip(names, found, strict=True) if len(at) > 1]
+    unclear = [row for row, at in enumerate(found) if len(at) > 1]
     if unclear:
-        raise DataError(f"{shown(table)} names {len(unclear)} files that fit several: {some_of(unclear)}.")
-    missing = [name for name, at in zip(names, found, strict=True) if not at]
+        raise DataError(
+            f"{shown(table)} names {counted(len(unclear), 'file')} that fit several below {shown(root)}: "
+            f"{_some(names, unclear)}, {rows.first(unclear)}. Give the path below that folder."
+        )
+    missing = [row for row, at in enumerate(found) if not at]
     if missing and not options.skip_bad:
         raise DataError(
-            f"{shown(table)} names {len(missing)} images that are not below {shown(root)}: {some_of(missing)}."
+            f"{shown(table)} names {counted(len(missing), 'image')} missing below {shown(root)}: "
+            f"{_some(names, missing)}, {rows.first(missing)}. Correct the names, give their folder by --image-folder, "
+            "or leave them out with --skip-bad."
         )
     at = [place[0] for place in found if place]
-    twice = [files[place] for place, count in Counter(at).items() if count > 1]
+    twice = [place for place, count in Counter(at).items() if count > 1]
     if twice:
-        raise DataError(f"{shown(table)} names {len(twice)} images in more than one row: {some_of(twice)}.")
+        both = [rows.where(row) for row, place in enumerate(found) if place == [twice[0]]]
+        raise DataError(
+            f"{shown(table)} names {counted(len(twice), 'image')} in more than one row: {_some(files, twice)}, the "
+            f"first in {' and '.join(both[:2])}. Keep one row for each."
+        )
     unlisted = [file for place, file in enumerate(files) if place not in set(at)]
     if unlisted and not (options.public or options.skip_bad):
         other = files_of_test(options)
         unlisted = [file for file in unlisted if (root / file).resolve() not in other]
     if unlisted and not (options.public or options.skip_bad):
         raise DataError(
-            f"{shown(table)} has no row for {len(unlisted)} images below {shown(root)}: {some_of(unlisted)}. Add or "
-            "remove them, or leave them out with --skip-bad."
+            f"{shown(table)} has no row for {counted(len(unlisted), 'image')} below {shown(root)}: {some_of(unlisted)}."
+            " Add or remove them, or leave them out with --skip-bad."
         )
     return [files[place[0]] if place else None for place in found]
+
+
+def _some(names: Sequence[str], rows: Sequence[int]) -> str:
+    """List the names of the first of some rows."""
+    return some_of([names[row] for row in rows])
 
 
 def files_of_test(options: LoadOptions) -> set[Path]:
@@ -481,13 +552,23 @@ def _taken(listing: Listing, rows: list[int]) -> Listing:
     )
 
 
+def _listed(path: Path, name: str, kind: type) -> list[Any]:
+    """Read a list of texts or objects from a small JSON object."""
+    found = _json(path).get(name)
+    if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
+        raise DataError(f"{shown(path)} must have a list named {name}, as save_to_disk writes it.")
+    return found
+
+
 def _json(path: Path) -> dict[str, Any]:
     """Read a small JSON object."""
     try:
         with open_regular(path) as file:
             found = json.loads(file.read(_LARGEST_JSON))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{shown(path)} can't be read as JSON: {shown(error)}.") from error
+    except OSError as error:
+        raise DataError(f"{shown(path)} can't be read: {brief(error.strerror or error)}.") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{shown(path)} can't be read as JSON: {brief(error)}.") from error
     if not isinstance(found, dict):
         raise DataError(f"{shown(path)} must be a JSON object.")
     return found

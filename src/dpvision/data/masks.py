@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from dpvision.data.image_folder import files_below, shape_for, split_folders, usual_size
+from dpvision.data.image_folder import files_below, require_each_file_once, shape_for, split_folders, usual_size
 from dpvision.data.images import (
     MAX_WORKERS,
     SIXTEEN_BIT,
@@ -47,7 +47,7 @@ from dpvision.data.nifti import (
 )
 from dpvision.data.options import LoadOptions, MaskClasses, Progress
 from dpvision.data.store import ImageStore
-from dpvision.data.units import unit_names, unit_numbers
+from dpvision.data.units import known_owners, require_real_owners, unit_names, unit_numbers
 from dpvision.errors import BadFile, DataError, printable, require_memory, shown, some_of
 
 # Compression blurs the edges of a mask: from here up a JPEG's pixel is foreground.
@@ -242,14 +242,23 @@ def _bare(stem: str) -> str:
     return stem[: len(stem) - len(ending)]
 
 
-def _owners(pairs: Pairs, options: LoadOptions, *, also_known: Sequence[str] = ()) -> list[str] | None:
-    """Find the owner of each file, if known; a volume shows one patient, named by the file unless the options say
-    otherwise.
+def _owners(
+    pairs: Pairs, options: LoadOptions, *, also_known: Sequence[str] = ()
+) -> tuple[tuple[str, ...] | None, frozenset[str]]:
+    """Find the owner of each file, if known, and those that are known where others are not; a volume shows one patient,
+    named by the file unless the options say otherwise.
     """
-    found = unit_names(pairs.files, options=options, also_known=also_known)
+    found, some_owners = known_owners(unit_names(pairs.files, options=options, also_known=also_known), options)
+    if found is not None and not options.public:
+        require_real_owners(found, "the named unit")
+    if not options.public:
+        own = found is not None and options.owners_are_units(found)
+        names = [printable(file) for file in pairs.files]
+        of_file = dict(enumerate(found)) if own and found is not None else None
+        require_each_file_once([pairs.root / file for file in pairs.files], names, owners=of_file)
     if not pairs.volumes:
-        return found
-    found = found or [printable(_stem(file)) for file in pairs.files]
+        return found, some_owners
+    found = found or tuple(printable(_stem(file)) for file in pairs.files)
     slices_are_units = not options.public and not options.owners_are_units(found)
     if slices_are_units and options.window is None:
         # A volume's own range would make each of its slices depend on the others.
@@ -261,7 +270,7 @@ def _owners(pairs: Pairs, options: LoadOptions, *, also_known: Sequence[str] = (
         raise DataError(
             "skip_bad must be off for volumes whose slices are the units: one bad slice would take the others with it."
         )
-    return found
+    return found, some_owners
 
 
 def _shape_for(pairs: Pairs, options: LoadOptions, progress: Progress | None) -> Shape:
@@ -285,7 +294,7 @@ def _shape_for(pairs: Pairs, options: LoadOptions, progress: Progress | None) ->
 
 def _store(
     pairs: Pairs,
-    owners: Sequence[str] | None,
+    known: tuple[tuple[str, ...] | None, frozenset[str]],
     shape: Shape,
     options: LoadOptions,
     *,
@@ -294,7 +303,7 @@ def _store(
     progress: Progress | None,
 ) -> ImageStore:
     """Read all pairs into one store of this shape. A file that can't be used is an error, or skipped and counted."""
-    names = [printable(file) for file in pairs.files]
+    names, (owners, some_owners) = [printable(file) for file in pairs.files], known
     # A volume has at least one slice.
     require_memory(len(names) * math.prod(shape), f"{len(names)} images with masks")
     results = read_each(
@@ -313,6 +322,7 @@ def _store(
         class_names=tuple(class_names or mask_class_names([masks_NHW.numpy()], options.mask_classes)),
         unit_of_row=unit_numbers(of_rows, len(masks_NHW), options),
         owners=of_rows,
+        some_owners=some_owners,
         name=name,
         row_names=tuple(each for rows in found for each in rows.names),
         skipped=bad,

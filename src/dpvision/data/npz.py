@@ -8,7 +8,7 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -20,7 +20,7 @@ from dpvision.data.options import LoadOptions
 from dpvision.data.safe_read import open_regular, read_member, reading
 from dpvision.data.store import ImageStore, store_of_arrays
 from dpvision.data.units import require_real_owners
-from dpvision.errors import DataError, printable, shown, some_of
+from dpvision.errors import DataError, brief, printable, shown, some_of
 
 IMAGE_KEYS = {"train": ("images", "x_train", "train_images", "X", "x"), "test": ("x_test", "test_images")}
 LABEL_KEYS = {"train": ("labels", "y_train", "train_labels", "Y", "y"), "test": ("y_test", "test_labels")}
@@ -106,8 +106,19 @@ def splits_of_arrays(
     """
     splits = ["train", *(["test"] if any(key in arrays for key in IMAGE_KEYS["test"]) else [])]
     parts = [_part(arrays, split, options, path) for split in splits]
+    if options.findings is not None:
+        names = _finding_names(arrays, class_names or options.finding_list, parts[0].answers.shape[1], path)
+        parts = [replace(part, answers=_findings(part.answers, names, path)) for part in parts]
+        return _stores(parts, names, path, options)
     labels = [part.answers for part in parts if part is not parts[0] or options.public or options.classes_are_public]
     names = _class_names(arrays, labels, class_names, options, path)
+    return _stores(parts, names, path, options)
+
+
+def _stores(
+    parts: Sequence[_Part], names: tuple[str, ...], path: Path, options: LoadOptions
+) -> tuple[ImageStore, ImageStore | None]:
+    """Make the stores of both splits, or of the one that there is."""
     train = _store(parts[0], names, name=f"{path.stem} train", path=path, options=options)
     if len(parts) == 1:
         return train, None
@@ -120,6 +131,10 @@ def _part(arrays: dict[str, NDArray[Any]], split: str, options: LoadOptions, pat
     answers = _pick(arrays, (MASK_KEYS if options.segmentation else LABEL_KEYS)[split], path)
     if options.segmentation:
         answers = _masks(answers, options, path)
+    elif options.findings is not None:
+        answers = answers[:, None] if answers.ndim == 1 else answers
+        if answers.ndim != 2:
+            raise DataError(f"{shown(path)}: findings must be (N, findings), got {answers.shape}.")
     if len(answers) != len(images):  # before anything as long as one of them is made
         what = f"{'masks' if options.segmentation else 'labels'} {answers.shape}"
         raise DataError(f"{shown(path)}: {what} don't match {len(images)} images {images.shape[1:]}.")
@@ -130,8 +145,24 @@ def _part(arrays: dict[str, NDArray[Any]], split: str, options: LoadOptions, pat
     if column is not None and (column in arrays or not (options.public or split == "test")):
         owners = _units(_pick(arrays, (column,), path), column, path)
         if split == "train" and not options.public:
-            require_real_owners(_texts(owners.reshape(-1)), f"the array {shown(column)}")
-    return _Part(images, answers, owners)
+            require_real_owners(
+                _texts(owners.reshape(-1)), f"the array {shown(column)}", where=lambda row: f"row {row} (from 0)"
+            )
+    part = _Part(images, answers, owners)
+    if options.frames == "all" and images.ndim == 4 and not {1, 3} & {images.shape[1], images.shape[3]}:
+        if options.segmentation or len(images) != len(answers) or 0 in images.shape:
+            return part  # refused later, as what it is
+        names = owners if options.unit_column else [f"{split} volume {number}" for number in range(len(images))]
+        return _slices_of(part, names, options.volume_axis)
+    return part
+
+
+def _slices_of(part: _Part, owners: Any, axis: int) -> _Part:
+    """Cut volumes (N, D, H, W) into slices: each has the label of its volume, and the same owner."""
+    slices = np.moveaxis(part.images, 1 + axis, 1)
+    count = slices.shape[1]
+    each = None if owners is None else np.repeat(np.asarray(owners), count)
+    return _Part(slices.reshape(-1, *slices.shape[2:]), np.repeat(part.answers, count, axis=0), each)
 
 
 def _store(part: _Part, names: tuple[str, ...], *, name: str, path: Path, options: LoadOptions) -> ImageStore:
@@ -139,13 +170,17 @@ def _store(part: _Part, names: tuple[str, ...], *, name: str, path: Path, option
     pixels = image_bytes(part.images, options.window, path)
     answers, owners, rows = part.answers, part.owners, len(pixels)
     wanted = (rows, *pixels.shape[2:]) if options.segmentation else (rows,)
+    wanted = wanted if options.findings is None else (rows, len(names))
     for what, values, shape in (("labels", answers, wanted), ("units", owners, (rows,))):
         if values is not None and values.shape != shape:
             what = "masks" if len(shape) > 1 else what
             if what == "labels" and values.ndim == 2 and len(values) == rows:
-                what = "several findings an image are read with --findings from a table, not from here: labels"
+                raise DataError(
+                    f"{shown(path)}: labels {values.shape} are several findings an image: train on them with "
+                    f"--findings {shown(path)}, and name them with --findings-columns A,B,…"
+                )
             raise DataError(f"{shown(path)}: {what} {values.shape} don't match {rows} images {pixels.shape[2:]}.")
-    if not options.segmentation:
+    if not options.segmentation and options.findings is None:
         answers = _numbered(answers, names, path)
     texts = None if owners is None else _texts(owners)
     by_row = not options.owners_are_units(texts)
@@ -195,7 +230,8 @@ def image_bytes(images: NDArray[Any], window: tuple[float, float] | None, path: 
         images = images.transpose(0, 3, 1, 2)
     if images.ndim != 4 or images.shape[1] not in (1, 3) or 0 in images.shape[1:]:
         raise DataError(
-            f"{shown(path)}: images must be (N, H, W), (N, H, W, 1 or 3) or (N, 1 or 3, H, W), got {images.shape}."
+            f"{shown(path)}: images must be (N, H, W), (N, H, W, 1 or 3) or (N, 1 or 3, H, W), got {images.shape}. Of "
+            "volumes (N, D, H, W) --frames all takes the slices: then a volume is the privacy unit."
         )
     if window is None:
         return np.ascontiguousarray(_bytes(images, path))
@@ -262,27 +298,64 @@ def _class_names(
     return tuple(str(label) for label in range(top + 1))
 
 
+def _finding_names(
+    arrays: dict[str, NDArray[Any]], given: Sequence[str] | None, count: int, path: Path
+) -> tuple[str, ...]:
+    """Name the findings: as given, as the file says, or by number."""
+    stated = _texts(arrays[CLASS_NAMES_KEY].reshape(-1)) if CLASS_NAMES_KEY in arrays else None
+    names = tuple(given or stated or map(str, range(count)))
+    if len(names) != count:
+        raise DataError(
+            f"{shown(path)} has {count} findings an image, and {len(names)} names for them: {some_of(names)}. Name all "
+            "of them in their order with --findings-columns."
+        )
+    return names
+
+
+def _findings(labels: NDArray[Any], names: Sequence[str], path: Path) -> NDArray[np.float32]:
+    """Read findings: 1, 0, or unknown (-1 or NaN), which becomes NaN."""
+    if labels.dtype.kind not in "biuf" or labels.shape[1:] != (len(names),):
+        raise DataError(
+            f"{shown(path)}: findings must be numbers (N, {len(names)}), got {labels.dtype} {labels.shape}."
+        )
+    found = labels.astype(np.float32)
+    found[found == -1] = np.nan
+    wrong = np.argwhere(~np.isnan(found) & (found != 0) & (found != 1))
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        raise DataError(
+            f"{shown(path)}: findings must be 1, 0, or -1 or NaN (unknown), got {brief(labels[row, column])} in row "
+            f"{row} (from 0) for {shown(names[column])}."
+        )
+    return found
+
+
 def _numbered(labels: NDArray[Any], names: tuple[str, ...], path: Path) -> NDArray[np.int64]:
     """Number the labels by their class."""
     if labels.dtype.kind not in "US":
         numbers = _whole(labels, path)
         if numbers.size and numbers.max() >= len(names):
+            row = int(np.argmax(numbers >= len(names)))
             raise DataError(
-                f"{shown(path)}: labels must lie in 0..{len(names) - 1}, the numbers of the classes. Name all classes "
-                "in an array class_names."
+                f"{shown(path)}: labels must lie in 0..{len(names) - 1}, the numbers of the classes, got {numbers[row]}"
+                f" in row {row} (from 0). Name all classes with --classes, or in an array class_names."
             )
         return numbers
     number = {name: index for index, name in enumerate(names)}
-    unknown = sorted(set(_texts(labels)) - number.keys())
+    unknown = [row for row, label in enumerate(_texts(labels)) if label not in number]
     if unknown:
-        raise DataError(f"{shown(path)} has labels that are no class: {some_of(unknown)}.")
+        names_of = some_of(sorted({_texts(labels)[row] for row in unknown[:1]}))
+        raise DataError(f"{shown(path)} has labels that are no class: {names_of} in row {unknown[0]} (from 0).")
     return np.array([number[label] for label in _texts(labels)], dtype=np.int64)
 
 
 def _whole(values: NDArray[Any], path: Path) -> NDArray[np.int64]:
     """Require whole numbers from 0 to 2³¹."""
-    if values.dtype.kind not in "iub" or (values.size and (values.min() < 0 or values.max() > 2**31)):
+    if values.dtype.kind not in "iub":
         raise DataError(f"{shown(path)}: labels must be whole numbers >= 0 or texts, got {values.dtype}.")
+    if values.size and (values.min() < 0 or values.max() > 2**31):
+        row = int(np.argmax((values < 0) | (values > 2**31)))
+        raise DataError(f"{shown(path)}: labels must be whole numbers >= 0, got {values[row]} in row {row} (from 0).")
     return values.astype(np.int64)
 
 

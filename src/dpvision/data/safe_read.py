@@ -156,15 +156,8 @@ def read_npy(file: IO[bytes], *, size: int, where: str) -> NDArray[Any]:
     Guarantee: nothing is unpickled, and no more than ``size`` bytes are allocated: the header must agree with the
     length to the byte before numpy reads the values.
     """
-    shape, dtype = _header(file, where)
-    if dtype.hasobject:
-        raise DataError(f"{where} is refused: it holds pickled objects. Save plain numbers or texts.")
-    whole = all(type(side) is int and 0 <= side < 2**63 for side in shape)  # the header may say True
-    if dtype.itemsize == 0 or dtype.subdtype is not None or len(shape) > _MAX_DIMENSIONS or not whole:
-        raise DataError(f"{where} is refused: {dtype} of shape {shape} is no array of numbers or texts.")
+    shape, dtype, _ = _checked_header(file, size=size, where=where)
     promised = math.prod(shape) * dtype.itemsize
-    if promised != size - file.tell():
-        raise DataError(f"{where} is refused: its header promises {shape} {dtype}, its size says otherwise.")
     require_memory(promised, where)
     file.seek(0)
     try:
@@ -178,20 +171,56 @@ def read_npy(file: IO[bytes], *, size: int, where: str) -> NDArray[Any]:
     return values
 
 
+def map_npy(path: Path) -> NDArray[Any]:
+    """Map an array of numbers in .npy format into memory, read-only.
+
+    Args:
+        path: the file. It must not become shorter while it is mapped: the system then ends the program.
+
+    Returns:
+        The array; its pages are read when they are used.
+
+    Raises:
+        DataError: if the file is missing or not such an array; its header must agree with its length to the byte.
+    """
+    try:
+        with open_regular(path) as file:
+            shape, dtype, fortran = _checked_header(file, size=os.fstat(file.fileno()).st_size, where=shown(path))
+            if fortran or 0 in shape or not shape:
+                raise DataError(f"{shown(path)} is refused: only arrays in C order that are not empty are mapped.")
+            return np.memmap(file, dtype=dtype, mode="r", offset=file.tell(), shape=shape)
+    except OSError as error:
+        raise DataError(f"{shown(path)} can't be read: {shown(error.strerror or error)}.") from error
+
+
+def _checked_header(file: IO[bytes], *, size: int, where: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
+    """Read shape, type and order, and compare them with the length of the file; nothing is allocated."""
+    shape, dtype, fortran = _header(file, where)
+    if dtype.hasobject:
+        raise DataError(f"{where} is refused: it holds pickled objects. Save plain numbers or texts.")
+    whole = all(type(side) is int and 0 <= side < 2**63 for side in shape)  # the header may say True
+    if dtype.itemsize == 0 or dtype.subdtype is not None or len(shape) > _MAX_DIMENSIONS or not whole:
+        raise DataError(f"{where} is refused: {dtype} of shape {shape} is no array of numbers or texts.")
+    promised = math.prod(shape) * dtype.itemsize
+    if promised != size - file.tell():
+        raise DataError(f"{where} is refused: its header promises {shape} {dtype}, its size says otherwise.")
+    return shape, dtype, fortran
+
+
 def _are_characters(texts: NDArray[np.str_]) -> bool:
     """Return whether all numbers in an array of texts are characters of Unicode; numpy does not check it."""
     codes = np.ascontiguousarray(texts.reshape(-1), texts.dtype.newbyteorder("=")).view(np.uint32)
     return not bool(((codes > sys.maxunicode) | ((codes >= 0xD800) & (codes <= 0xDFFF))).any())
 
 
-def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Read the shape and the type from the header of an .npy file."""
+def _header(file: IO[bytes], where: str) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
+    """Read the shape, the type and whether the order is Fortran's from the header of an .npy file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # headers that Python 2 wrote
             version = npy.read_magic(file)
             read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-            shape, _, dtype = read(file)
-            return shape, dtype
+            shape, fortran, dtype = read(file)
+            return shape, dtype, fortran
     except _BAD_HEADER as error:
         raise DataError(f"{where} is refused: it has no header of an array ({type(error).__name__}).") from error

@@ -11,18 +11,20 @@ from pathlib import Path
 from typing import final
 
 import numpy as np
+from torch import Tensor
 
 from dpvision.config import DataConfig, RunConfig, required
 from dpvision.data.batches import hold_out
 from dpvision.data.datasets import dataset_names
 from dpvision.data.image_folder import split_folders
-from dpvision.data.loading import load, load_given, load_one
+from dpvision.data.loading import Splits, load, load_given, load_one
 from dpvision.data.normalisation import Normalisation, fixed_normalisation
 from dpvision.data.options import LoadOptions
-from dpvision.data.store import ImageStore, dense_units
+from dpvision.data.packed_store import with_packed_settings
+from dpvision.data.store import ImageStore, MappedImages, dense_units
 from dpvision.data.table_files import is_table
-from dpvision.data.units import OWNED_BY_FILE
-from dpvision.errors import ArgumentError, DataError, some_of
+from dpvision.data.units import OWNED_BY_FILE, owners_on_both_sides
+from dpvision.errors import ArgumentError, DataError, counted, some_of
 from dpvision.privacy.randomness import Keys
 
 
@@ -49,12 +51,13 @@ class RunSplits:
 
 
 def load_splits(config: RunConfig, keys: Keys, given: object | None = None) -> RunSplits:
-    """Load both splits; without a test set, hold out a part of the units.
+    """Load both splits; without a test set, or for validation, hold out a part of the units.
 
     Args:
         config: names the data; its fields may still be open.
         keys: ``holdout_keys`` of the run.
-        given: images in Python, as for ``load_given``, in the place of ``config.data.source``, which is their name.
+        given: images in Python, as for ``load_given``, in the place of ``config.data.source``, which is their name; or
+            the part of that source that a search loaded once for all its trials.
 
     Raises:
         DataError: a file can't be read, or a split would be empty.
@@ -62,18 +65,23 @@ def load_splits(config: RunConfig, keys: Keys, given: object | None = None) -> R
 
     Guarantee: each unit is held out independently of the others, see ``hold_out``.
     """
+    if given is None:  # a packed store has the settings with which its source was read
+        config = config.model_copy(update={"data": with_packed_settings(config.data)})
     data, options = config.data, load_options(config)
-    loaded = load(data.source, options) if given is None else load_given(given, data.source, options)
+    if isinstance(given, Splits):
+        loaded = given
+    else:
+        loaded = load(data.source, options) if given is None else load_given(given, data.source, options)
     train, test, held_out = loaded.train, loaded.test, False
     if data.test is not None:
         require_test_part(data, has_one=test is not None)
         others = options.with_shape(train.image_shape).model_copy(
-            update={"masks": data.test_masks, "findings": data.test_findings or data.findings}
+            update={"masks": data.test_masks, "findings": data.test_findings or _findings_of_test(data)}
         )
         if data.unit_csv is not None:  # it is about the files of the source
             others = others.model_copy(update={"unit_csv": None, "unit_column": None})
         test = load_one(data.test, others, class_names=train.class_names, owners=True)
-    elif test is None:
+    elif test is None or data.validation:
         train, test = hold_out(train, fraction=data.holdout_fraction, keys=keys)
         held_out = True
     if not held_out and config.privacy.enabled:
@@ -88,6 +96,11 @@ def load_splits(config: RunConfig, keys: Keys, given: object | None = None) -> R
     )
 
 
+def _findings_of_test(data: DataConfig) -> str | None:
+    """Return the table of findings for the test set that is named; an .npz file holds its own."""
+    return data.test if data.findings is not None and Path(data.test or "").suffix == ".npz" else data.findings
+
+
 def refuse_shared_owners(train: ImageStore, test: ImageStore, data: DataConfig) -> None:
     """Refuse owners on both sides of the split: metrics on their test images have no noise.
 
@@ -96,15 +109,28 @@ def refuse_shared_owners(train: ImageStore, test: ImageStore, data: DataConfig) 
     Raises:
         DataError: some owners have images in both.
     """
-    named = (data.unit_column, data.unit_csv, data.unit_folder_level, data.unit_pattern, train.owners_from)
-    if train.owners is None or test.owners is None or all(each is None for each in named):
+    if train.owners is None or not _owners_are_people(train, data):
         return
-    shared = sorted(set(train.owners) & set(test.owners)) if train.owners_from != OWNED_BY_FILE else []
+    shared = owners_on_both_sides(train.owners, test.some_owners if test.owners is None else test.owners)
     if shared:
         raise DataError(
-            f"{len(shared)} owners have images in both train and test: {some_of(shared)}. Put all images of a "
-            "person on one side."
+            f"images of {counted(len(shared), 'owner')} are in both train and test: {some_of(shared)}. Put all images "
+            "of a person on one side."
         )
+
+
+def owners_may_be_shared(config: RunConfig, splits: RunSplits) -> bool:
+    """Whether owners are protected while some test images of the same holder have none that is known."""
+    own = config.data.test is None and config.data.source not in dataset_names() and not config.data.public_data
+    protected = config.privacy.enabled and splits.train.owners is not None and config.data.units != "rows"
+    people = protected and _owners_are_people(splits.train, config.data)
+    return people and own and not splits.held_out and splits.test.owners is None
+
+
+def _owners_are_people(train: ImageStore, data: DataConfig) -> bool:
+    """Whether owners have names that mean the same in both splits: not those of volumes and of rows."""
+    named = (data.unit_column, data.unit_csv, data.unit_folder_level, data.unit_pattern, train.owners_from)
+    return train.owners_from != OWNED_BY_FILE and any(each is not None for each in named)
 
 
 def holdout_keys(keys: Keys, run_id: str) -> Keys:
@@ -177,6 +203,20 @@ def stored_normalisation(config: RunConfig) -> Normalisation:
     source = {"published": "published", "released": "released"}.get(config.data.normalisation, "fixed")
     mean, std = required(config.data.mean, "mean"), required(config.data.std, "std")
     return Normalisation.from_dict({"mean": mean, "std": std, "source": source})
+
+
+def test_is_public(config: RunConfig) -> bool:
+    """Whether the run's test images are public for any use, beyond metrics on them.
+
+    They are if they belong to a published dataset, or were named as a test set of their own. Images that were held out
+    of the private ones, or came with them, are declared public for metrics alone.
+    """
+    return config.data.source in dataset_names() or config.data.test is not None
+
+
+def public_test_images(config: RunConfig, splits: RunSplits) -> Tensor | MappedImages | None:
+    """Return the test images (uint8) if they are public for any use, see ``test_is_public``; else None."""
+    return splits.test.images if test_is_public(config) and not splits.held_out else None
 
 
 def may_show_images(config: RunConfig) -> bool:

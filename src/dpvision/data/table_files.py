@@ -10,13 +10,14 @@ import csv
 import io
 import json
 import os
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, final
 
 from dpvision.data.safe_read import open_regular
-from dpvision.errors import DataError, brief, require_memory, shown, some_of
+from dpvision.errors import BadFile, DataError, brief, require_memory, shown, some_of
 
 TEXT_SUFFIXES = (".csv", ".tsv", ".jsonl")
 TABLE_SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow")
@@ -36,6 +37,7 @@ class Table:
         path: its file, for messages.
         heading: the names of the columns.
         rows: one text per column, without blanks around it; "" where the file has nothing.
+        lines: the line of each row in a text file; none where the file has no lines.
         class_names: names of the classes, by column, where the file itself states them.
         images: by column, a function from row to the bytes of an image that the table itself holds.
     """
@@ -45,6 +47,11 @@ class Table:
     rows: list[list[str]]
     class_names: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     images: dict[str, Callable[[int], bytes]] = field(default_factory=dict[str, Callable[[int], bytes]])
+    lines: tuple[int, ...] = ()
+
+    def where(self, row: int) -> str:
+        """Say where the holder of the file finds a row: "line 7", or "row 6" of a file without lines."""
+        return f"line {self.lines[row]}" if self.lines else f"row {row + 1}"
 
     def column(self, name: str) -> list[str]:
         """Return the cells of a column."""
@@ -79,35 +86,55 @@ def read_table(path: Path) -> Table:
             require_memory(size * _BYTES_OF_A_CELL, path, remedy="Use a smaller table.")
             with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
                 return _from_json(path, text) if kind == "JSON lines" else _from_csv(path, text)
-    except (OSError, ValueError, csv.Error, RecursionError, KeyError, TypeError) as error:
-        raise DataError(f"{shown(path)} can't be read as {kind}: {shown(brief(error))}.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{shown(path)} can't be read as {kind}: it is not UTF-8. Save it as UTF-8.") from error
+    except OSError as error:
+        raise DataError(f"{shown(path)} can't be read as {kind}: {brief(error.strerror or error)}.") from error
+    except (ValueError, csv.Error, RecursionError, KeyError, TypeError, OverflowError) as error:
+        raise DataError(f"{shown(path)} can't be read as {kind}: {brief(error).rstrip('.')}.") from error
 
 
 def _from_csv(path: Path, text: io.TextIOWrapper) -> Table:
-    """Read lines of cells, separated by commas, or else by semicolons or tabs, as the first line says."""
+    """Read lines of cells, separated by what divides the first line into most cells: commas, semicolons or tabs."""
     first = text.readline()
     text.seek(0)
-    delimiter = "\t" if path.suffix.lower() == ".tsv" else next((each for each in ",;\t" if each in first), ",")
-    lines = [
-        [cell.strip() for cell in line] for line in csv.reader(text, strict=True, delimiter=delimiter) if any(line)
-    ]
-    if not lines:
+    delimiter = "\t"
+    if path.suffix.lower() != ".tsv":
+        delimiter = max(",;\t", key=lambda each: len(next(csv.reader([first], delimiter=each), ())))
+    reader = csv.reader(text, strict=True, delimiter=delimiter)
+    found: list[list[str]] = []
+    numbers: list[int] = []
+    try:
+        for cells in reader:
+            if any(cells):
+                found.append([cell.strip() for cell in cells])
+                numbers.append(reader.line_num)
+    except csv.Error as error:
+        raise DataError(f"{shown(path)}: line {reader.line_num} can't be read as CSV: {brief(error)}.") from error
+    if not found:
         return Table(path, [], [])
-    width = len(lines[0])
-    return Table(path, lines[0], [line + [""] * (width - len(line)) for line in lines[1:]])
+    width = len(found[0])
+    rows = [cells + [""] * (width - len(cells)) for cells in found[1:]]
+    return Table(path, found[0], rows, lines=tuple(numbers[1:]))
 
 
 def _from_json(path: Path, text: io.TextIOWrapper) -> Table:
     """Read one object of texts and numbers a line."""
     found: list[dict[str, Any]] = []
+    numbers: list[int] = []
     for number, line in enumerate(text, 1):
         if line.strip():
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{shown(path)}: line {number} can't be read as JSON: {brief(error)}.") from error
             if not isinstance(row, dict):
                 raise DataError(f"{shown(path)}: line {number} is no object of columns and values.")
             found.append(row)
+            numbers.append(number)
     heading = list(dict.fromkeys(str(name) for row in found for name in row))
-    return Table(path, heading, [[_text(row.get(name)) for name in heading] for row in found])
+    rows = [[_text(row.get(name)) for name in heading] for row in found]
+    return Table(path, heading, rows, lines=tuple(numbers))
 
 
 def _from_arrow(path: Path, file: Any, kind: str) -> Table:
@@ -146,25 +173,57 @@ def _from_arrow(path: Path, file: Any, kind: str) -> Table:
     texts: dict[str, list[str]] = {}
     images: dict[str, Callable[[int], bytes]] = {}
     for name, column in zip(whole.column_names, whole.columns, strict=True):
-        if arrow.types.is_struct(column.type) and {"bytes", "path"} <= {each.name for each in column.type}:
-            images[name] = _bytes_in(column, path, lambda cell: cell["bytes"])
-        elif arrow.types.is_binary(column.type) or arrow.types.is_large_binary(column.type):
-            images[name] = _bytes_in(column, path, lambda cell: cell)
-        elif not arrow.types.is_nested(column.type):
-            texts[name] = [_text(cell) for cell in column.to_pylist()]
+        kind_of = column.type.value_type if arrow.types.is_dictionary(column.type) else column.type
+        if arrow.types.is_struct(kind_of) and {"bytes", "path"} <= {each.name for each in kind_of}:
+            parts = (
+                [chunk.field("bytes") for chunk in column.chunks] if not arrow.types.is_dictionary(column.type) else ()
+            )
+            if parts and all(part.null_count == len(part) for part in parts):  # only the names of files elsewhere
+                paths = (path for chunk in column.chunks for path in chunk.field("path"))
+                texts[name] = [_text(path.as_py()) for path in paths]
+            else:
+                images[name] = _bytes_in(column, lambda cell: cell["bytes"])
+        elif any(holds(kind_of) for holds in _binary_types(arrow)):
+            images[name] = _bytes_in(column, lambda cell: cell)
+        elif any(holds(kind_of) for holds in _text_types(arrow)):
+            texts[name] = _texts_of(column, arrow)
     count = whole.num_rows
     lines = [list(row) for row in zip(*texts.values(), strict=True)] if texts else [[] for _ in range(count)]
     return Table(path, list(texts), lines, _stated_classes(schema.metadata), images)
 
 
-def _bytes_in(column: Any, path: Path, content: Callable[[Any], object]) -> Callable[[int], bytes]:
+def _binary_types(arrow: Any) -> tuple[Callable[[Any], bool], ...]:
+    """Tests for types of bytes, which may hold the file of an image."""
+    types = arrow.types
+    return types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary
+
+
+def _text_types(arrow: Any) -> tuple[Callable[[Any], bool], ...]:
+    """Tests for types whose values are written as texts."""
+    types = arrow.types
+    strings = (types.is_string, types.is_large_string, types.is_string_view)
+    return *strings, types.is_integer, types.is_floating, types.is_boolean, types.is_decimal, types.is_null
+
+
+def _texts_of(column: Any, arrow: Any) -> list[str]:
+    """Write the cells of a column; those of a dictionary share their texts, as they did in the file."""
+    if not arrow.types.is_dictionary(column.type):
+        return [_text(cell) for cell in column.to_pylist()]
+    found: list[str] = []
+    for chunk in column.chunks:
+        values = [_text(cell) for cell in chunk.dictionary.to_pylist()]
+        found += ["" if at is None else values[at] for at in chunk.indices.to_pylist()]
+    return found
+
+
+def _bytes_in(column: Any, content: Callable[[Any], object]) -> Callable[[int], bytes]:
     """Return a reader of the image in a row."""
 
     def read(row: int) -> bytes:
         cell = column[row].as_py()
         found = None if cell is None else content(cell)
         if not isinstance(found, bytes):
-            raise DataError(f"row {row + 1} of {shown(path)} holds no image.")
+            raise BadFile("holds no image")
         return found
 
     return read
@@ -173,8 +232,8 @@ def _bytes_in(column: Any, path: Path, content: Callable[[Any], object]) -> Call
 def _stated_classes(metadata: dict[bytes, bytes] | None) -> dict[str, tuple[str, ...]]:
     """Read the names of classes that Hugging Face datasets write beside a table, by column."""
     stated = json.loads((metadata or {}).get(b"huggingface", b"{}"))
-    features = stated.get("info", {}).get("features", {}) if isinstance(stated, dict) else {}
-    return classes_of_features(features)
+    info = stated.get("info") if isinstance(stated, dict) else None
+    return classes_of_features(info.get("features") if isinstance(info, dict) else None)
 
 
 def classes_of_features(features: object) -> dict[str, tuple[str, ...]]:
@@ -214,7 +273,7 @@ class FileIndex:
         self._exact: dict[str, list[int]] = {}
         self._loose: dict[str, list[int]] = {}
         folders = tuple(above)
-        for number, file in enumerate(files):
+        for number, file in enumerate(map(_composed, files)):
             for name in {file, *(f"{folder}/{file}" for folder in folders)}:
                 self._exact.setdefault(name, []).append(number)
             bare = file.rpartition("/")[2]
@@ -223,7 +282,13 @@ class FileIndex:
 
     def find(self, name: str) -> list[int]:
         """Return the numbers of the files that a name fits."""
+        name = _composed(name)
         return self._exact.get(name) or self._loose.get(name, [])
+
+
+def _composed(name: str) -> str:
+    """Write letters with accents in one form: some systems store them as two characters each."""
+    return unicodedata.normalize("NFC", name)
 
 
 def file_name(cell: str) -> str:

@@ -85,20 +85,38 @@ def _metadata(
     }
 
 
+def prepare_expression(image_shape: tuple[int, int, int]) -> str:
+    """Return a Python expression: a function that prepares a Pillow image as ``dpvision.data.decode`` does.
+
+    It needs ``np``, ``Image`` and ``ImageOps``: upright, 16 bits to 8, transparent parts over black, to size.
+    """
+    channels, height, width = image_shape
+    grey = ".convert('L')" if channels == 1 else ""
+    eight = "Image.fromarray(np.rint(np.asarray(i) / 65535 * 255).astype(np.uint8)) if i.mode.startswith('I') else i"
+    black = "Image.alpha_composite(Image.new('RGBA', i.size, 'black'), i.convert('RGBA'))"
+    fit = f"ImageOps.fit(i.convert('RGB'){grey}, ({width}, {height}), Image.Resampling.BILINEAR)"
+    parts = ("ImageOps.exif_transpose(i)", eight, f"{black} if i.has_transparency_data else i", fit)
+    whole = "i"
+    for part in parts:
+        whole = f"(lambda i: {part})({whole})"
+    return f"lambda i: {whole}"
+
+
 def _numbered(names: Sequence[str]) -> dict[str, str]:
     return {str(number): name for number, name in enumerate(names)}
 
 
 def _inference(num_classes: int, image_shape: tuple[int, int, int]) -> dict[str, Any]:
     """Images of a folder, through the network, to masks; PNG by default."""
-    channels, height, width = image_shape
-    mode = "L" if channels == 1 else "RGB"
-    fit = f"$lambda i: ImageOps.fit(i.convert('{mode}'), ({width}, {height}), Image.Resampling.BILINEAR)"
+    channels, *_ = image_shape
     load = {"_target_": "LoadImaged", "keys": "image", "reader": "PILReader", "reverse_indexing": False}
     save = {"_target_": "SaveImaged", "keys": "pred", "output_dir": "@output_dir", "output_postfix": "mask"}
     channel_dim = "no_channel" if channels == 1 else -1
     return {
-        "imports": ["$import glob", "$import torch", "$from PIL import Image", "$from PIL import ImageOps"],
+        "imports": [
+            *("$import glob", "$import numpy as np", "$import torch"),
+            *("$from PIL import Image", "$from PIL import ImageOps"),
+        ],
         "bundle_root": ".",
         "device": "$torch.device('cuda:0' if torch.cuda.is_available() else 'cpu')",
         "dataset_dir": "$@bundle_root + '/images'",
@@ -109,7 +127,7 @@ def _inference(num_classes: int, image_shape: tuple[int, int, int]) -> dict[str,
         "preprocessing": {
             "_target_": "Compose",
             "transforms": [
-                {**load, "converter": fit},
+                {**load, "converter": f"${prepare_expression(image_shape)}"},
                 {"_target_": "EnsureChannelFirstd", "keys": "image", "channel_dim": channel_dim},
                 {"_target_": "EnsureTyped", "keys": "image", "dtype": "$torch.float32"},
             ],

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import operator
+import string
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -343,6 +344,7 @@ _SIZED: Final = frozenset(
         "arange",
         "slice",
         "narrow",
+        "affine_grid_generator",
     }
 )
 """Operations that may take the number of rows, as a size: the shape of the result shows what they did with it."""
@@ -392,7 +394,7 @@ def _kept(call: Call, dims: set[int], name: str = "self") -> State:
     "negative subtract multiply divide floor_divide float_power true_divide isclose where masked_fill "
     "logical_not logical_and logical_or logical_xor clamp clamp_min clamp_max clip greater less "
     "greater_equal less_equal not_equal sigmoid special_expit special_xlogy xlogy threshold leaky_relu "
-    "relu relu6 elu selu celu addcmul addcdiv lerp __and__ __or__ __xor__ rsub pow",
+    "complex polar relu relu6 elu selu celu addcmul addcdiv lerp __and__ __or__ __xor__ rsub pow",
 )
 def elementwise(call: Call) -> State:
     """Follow an operation on single entries: all arguments with rows must have them in the same entries."""
@@ -698,10 +700,16 @@ def fourier(call: Call) -> State:
     return _kept(call, _dims(call["dim"], call.rank("self")))
 
 
-@rule("real imag")
+@rule("real imag view_as_real")
 def part_of_complex(call: Call) -> State:
-    """Follow one of the two numbers of each entry."""
+    """Follow one of the two numbers of each entry, or both in a new last dimension."""
     return call.state("self")
+
+
+@rule("view_as_complex")
+def as_complex(call: Call) -> State:
+    """Follow two numbers of the last dimension that become one."""
+    return _kept(call, {call.rank("self") - 1})
 
 
 @rule("tril triu")
@@ -732,6 +740,14 @@ def reduce(call: Call) -> State:
         return elementwise(call)
     dims = _dims(call["dim"], call.rank("self"))
     return _for_each_result(call, _without(_kept(call, dims), dims, keepdim=bool(call["keepdim"])))
+
+
+@rule("bucketize")
+def bucketize(call: Call) -> State:
+    """Follow the place of each entry among boundaries, the same for all rows."""
+    if isinstance(call.state("boundaries"), Rows):
+        raise MixesRows("takes its boundaries from the rows")
+    return call.state("self")
 
 
 @rule("cosine_similarity")
@@ -873,6 +889,18 @@ for _number, _names in _SPATIAL.items():
     rule(_names)(_spatial(_number))
 
 
+@rule("col2im")
+def fold(call: Call) -> State:
+    """Follow windows that are added up to images."""
+    return _first_axis(call, "self", 3)
+
+
+@rule("affine_grid_generator")
+def affine_grid(call: Call) -> State:
+    """Follow a grid of places for each matrix."""
+    return _first_axis(call, "theta", 3)
+
+
 @rule("feature_dropout feature_alpha_dropout")
 def feature_dropout(call: Call) -> State:
     """Follow a dropout of whole channels: one draw for each entry of the first two dimensions."""
@@ -956,9 +984,10 @@ def product(call: Call) -> State:
 @rule("einsum")
 def einsum(call: Call) -> State:
     """Follow a sum of products by its equation: the letter of the rows must be in all that have rows, and stay."""
-    equation, tensors = call["equation"].replace(" ", ""), call["tensors"]
-    if "." in equation or "->" not in equation or call["path"] is not None:
-        raise MixesRows("has an equation with dots, without a result or with a path")
+    tensors = call["tensors"]
+    equation = _without_dots(call["equation"].replace(" ", ""), [len(call.shape_of(each)) for each in tensors])
+    if "->" not in equation or call["path"] is not None:
+        raise MixesRows("has an equation without a result or with a path")
     given, _, result = equation.partition("->")
     found: set[tuple[str, int, int]] = set()
     for letters, tensor in zip(given.split(","), tensors, strict=True):
@@ -975,6 +1004,36 @@ def einsum(call: Call) -> State:
     if len(found) > 1 or result.count(letter) != 1:
         raise MixesRows("sums over the rows")
     return Rows(result.index(letter), outer, inner)
+
+
+def _without_dots(equation: str, ranks: list[int]) -> str:
+    """Write the dots of an equation out, as letters that it does not use; the last dimensions are those in common."""
+    given, arrow, result = equation.partition("->")
+    dotted = [rank - len(part.replace("...", "")) for part, rank in zip(given.split(","), ranks, strict=True)]
+    most = max((count for count, part in zip(dotted, given.split(","), strict=True) if "..." in part), default=0)
+    spare = [letter for letter in string.ascii_letters if letter not in equation]
+    if most > len(spare):
+        raise MixesRows("has an equation with too many dimensions")
+    letters = "".join(spare[:most])
+    parts = [part.replace("...", letters[most - n :]) for part, n in zip(given.split(","), dotted, strict=True)]
+    return ",".join(parts) + arrow + result.replace("...", letters)
+
+
+@rule("tensordot")
+def tensordot(call: Call) -> State:
+    """Follow a product that sums over dimensions of both tensors; those that are left stay in their order."""
+    rank, places = call.rank("self"), list[State]()
+    for name, dims, before in (("self", "dims_self", 0), ("other", "dims_other", rank - len(call["dims_self"]))):
+        state = call.state(name)
+        if isinstance(state, Rows):
+            summed = {_dim(dim, call.rank(name)) for dim in call[dims]}
+            if state.dim in summed:
+                raise MixesRows("sums over the rows")
+            kept = before + state.dim - sum(dim < state.dim for dim in summed)
+            places.append(Rows(kept, state.outer, state.inner))
+    if len(places) == 2:
+        raise MixesRows("brings rows together with other rows")
+    return places[0] if places else FREE
 
 
 @rule("scaled_dot_product_attention")
@@ -1049,6 +1108,19 @@ def index(call: Call) -> State:
 
 
 _MASKS: Final = (torch.bool, torch.uint8)
+
+
+@rule("index_put")
+def index_put(call: Call) -> State:
+    """Follow one number that is written where each row's own mask says: ``x[x < 0] = 0``."""
+    state, indices, values = call.state("self"), list(call["indices"]), call["values"]
+    mask = indices[0] if len(indices) == 1 else None
+    constant = call.state("values") == FREE and all(size == 1 for size in call.shape_of(values))
+    if mask is None or mask.meta["val"].dtype is not torch.bool or not constant:
+        raise MixesRows("writes by an index; use torch.where, masked_fill or scatter")
+    if call.state_of(mask) != state:
+        raise MixesRows("writes rows by their position")
+    return state
 
 
 def _is_row_numbers(call: Call, node: fx.Node) -> bool:

@@ -1,16 +1,18 @@
 """The clipped sum of per-unit gradients: one forward, one backward, exact.
 
 ``clipped_sum_of_batch`` cuts a draw into micro-batches, computes every unit's gradient (``per_unit``), scales it to at
-most ``clip_norm`` (``privacy.clipping``) and adds it up in float64. The result is sensitive: only ``noise.noisy_mean``
-may open it.
+most ``clip_norm`` (``privacy.clipping``) and adds it up in float64, in the order of ``partial_sums``. The result is
+sensitive: only ``noise.noisy_mean`` may open it. In a run of several processes rank 0 calls it, and the others call
+``assist_clipped_sum`` at the same time.
 
 Shapes: U units, R rows per unit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -18,18 +20,46 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.config import Performance
-from dpvision.errors import PrivacyError, Problems
+from dpvision.errors import PrivacyError, Problems, brief
+from dpvision.gradients.devices import exact_float32
 from dpvision.gradients.fast import NarrowLinear, weight_cache
 from dpvision.gradients.layer_gradient import Finish, LayerGradient
 from dpvision.gradients.ownership import parameter_owners, trainable_parameters
+from dpvision.gradients.partial_sums import (
+    WHOLE,
+    Branch,
+    Share,
+    SumTree,
+    exchange_branches,
+    receive_branches,
+    send_branches,
+)
 from dpvision.gradients.per_unit import LossFunction, UnitGradients, attributes_restored, unit_gradients
-from dpvision.gradients.plan import Plan, blind_trial, check_faithful, plan_for
-from dpvision.gradients.separability import model_state, moving_state, no_outside_code, outside_code, refuse
+from dpvision.gradients.plan import Plan, blind_trial, check_faithful, plan_for, require_own_bits
+from dpvision.gradients.separability import (
+    model_state,
+    moving_state,
+    no_outside_code,
+    outside_code,
+    refuse,
+    synthetic_batch,
+)
 from dpvision.kernels.memory import GivingBack, give_back_freed_memory
 from dpvision.privacy.clipping import Clipper
 from dpvision.privacy.mechanism import Clipping
 from dpvision.privacy.sampling import Sampling
-from dpvision.privacy.values import Batch, ClippedSum, Microbatch, RowTree, map_tensors, number_of_rows, row_tensors
+from dpvision.privacy.values import (
+    Batch,
+    ClippedSum,
+    Microbatch,
+    RowTree,
+    chosen_starts,
+    map_tensors,
+    number_of_rows,
+    row_tensors,
+    rows_digest,
+)
+from dpvision.ranks import ALONE, Ranks
 
 
 @final
@@ -126,6 +156,7 @@ def clipped_sum(
     problems.count("rows_per_unit", rows_per_unit)
     if microbatch_size is not None:
         problems.count("microbatch_size", microbatch_size)
+    problems.require(isinstance(model, nn.Module), f"the model must be a torch.nn.Module, got {brief(model)}.")
     problems.raise_if_any()
     batch = Rows(inputs, targets, rows_per_unit)
     performance = Performance(microbatch_size=microbatch_size)
@@ -145,6 +176,8 @@ def clipped_sum_of_batch(
     clipping: Clipping = "flat",
     performance: Performance,
     own_code: bool = True,
+    ranks: Ranks = ALONE,
+    owners: Mapping[str, int] | None = None,
 ) -> ClippedSum:
     """Compute ``clipped_sum`` over a whole draw, in float64. An empty draw is a sum of zeros.
 
@@ -156,20 +189,130 @@ def clipped_sum_of_batch(
         clipping: the style of clipping.
         performance: speed and memory settings.
         own_code: whether model and loss may be anyone's code; see ``plan_for``.
+        ranks: the processes of the run; this one is rank 0, and the others call ``assist_clipped_sum``.
+        owners: the rank that owns each parameter, where state is sharded. All ranks call this function then, and each
+            gets the sum of what it owns.
 
     Returns:
         The sum, by parameter name. Sensitive.
 
-    Guarantee: as ``clipped_sum``; the result does not depend on the micro-batch size beyond rounding.
+    Raises:
+        RankError: another process failed, computed on other weights or another draw, or was lost. There is no sum.
+
+    Guarantee: as ``clipped_sum``; the result does not depend on the micro-batch size beyond rounding, and on the
+    number of processes not at all. Each unit is clipped and added by one process.
     """
+    tree, share, count = _own_branches(
+        model, loss_fn, batch, clip_norm, clipping, performance, own_code=own_code, ranks=ranks
+    )
     parameters = trainable_parameters(model)
-    clip, totals = Clipper.for_parameters(parameters, clip_norm=clip_norm, clipping=clipping), Accumulator()
-    each = _each_microbatch(model, loss_fn, batch, performance, own_code=own_code)
-    with _float32(), _unmoved(model), performance.chosen_kernels(), closing(each):
-        for microbatch, found in each:
-            real_U = microbatch.row_weights_UR.ne(0).any(1)
-            totals.add(found.layer_gradients, *clip.factors(found.layer_gradients, real_U))
-    return ClippedSum(totals.gradients(parameters), clip_norm, disposable=True)
+    if owners is None:
+        receive_branches(tree, ranks, parameters, share, count)
+    else:
+        tree = exchange_branches(tree, ranks, parameters, share, count, owners)
+        parameters = {name: parameter for name, parameter in parameters.items() if owners[name] == ranks.rank}
+    sums = tree.total() if parameters else {}
+    if sums is None:
+        sums = {name: torch.zeros_like(p.detach(), dtype=torch.float64) for name, p in parameters.items()}
+    return ClippedSum(sums, clip_norm, disposable=True)
+
+
+def assist_clipped_sum(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    *,
+    clip_norm: float,
+    clipping: Clipping = "flat",
+    performance: Performance,
+    own_code: bool = True,
+    ranks: Ranks,
+) -> None:
+    """Compute this process's share of rank 0's ``clipped_sum_of_batch``, with the same arguments, and send it there.
+
+    Raises:
+        RankError: a process failed, computed on other weights or another draw, or was lost.
+
+    Guarantee: nothing but the sums of this process's clipped units leaves it, and only to rank 0. They are sensitive.
+    """
+    tree, _, _ = _own_branches(model, loss_fn, batch, clip_norm, clipping, performance, own_code=own_code, ranks=ranks)
+    send_branches(tree, ranks)
+
+
+def _own_branches(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    clip_norm: float,
+    clipping: Clipping,
+    performance: Performance,
+    *,
+    own_code: bool,
+    ranks: Ranks,
+) -> tuple[SumTree, Share, int]:
+    """Add up this process's parts of the sum; with several processes, wait until all have done so.
+
+    Returns:
+        The branches, the share that they are of, and the number of micro-batches of the whole draw.
+    """
+    share = Share(performance.partial_sums or 1, ranks.rank, ranks.size)
+    parameters = trainable_parameters(model)
+    tree, sizes, problem = SumTree(), _Sizes(), None
+    try:
+        clip = Clipper.for_parameters(parameters, clip_norm=clip_norm, clipping=clipping)
+        each = _each_microbatch(model, loss_fn, batch, performance, own_code=own_code, share=share, sizes=sizes)
+        by_part: dict[int, Accumulator] = {}
+        with exact_float32(_device_of(model)), _unmoved(model), performance.chosen_kernels(), closing(each):
+            for part, microbatch, found in each:
+                if part not in by_part:
+                    _close_parts(tree, by_part, parameters, until=part, share=share)
+                    by_part[part] = Accumulator()
+                real_U = microbatch.row_weights_UR.ne(0).any(1)
+                by_part[part].add(found.layer_gradients, *clip.factors(found.layer_gradients, real_U))
+            _close_parts(tree, by_part, parameters, until=share.own_parts.stop, share=share)
+    except Exception as error:
+        if not ranks.several:
+            raise
+        problem = error
+    if ranks.several:
+        rounded = int(performance.precision != "float32")
+        facts = (2 * sizes.units + rounded, sizes.count, sizes.first, _checksum(model))
+        ranks.settle(problem, *facts, about="the draw, the weights, what is trained or the precision of a step")
+    return tree, share, sizes.count
+
+
+def _close_parts(
+    tree: SumTree, by_part: dict[int, Accumulator], parameters: dict[str, nn.Parameter], *, until: int, share: Share
+) -> None:
+    """Move all parts before ``until`` from their accumulators into the tree; most have at most one that is filled."""
+    done = tree.branches[-1].first + tree.branches[-1].size if tree.branches else share.own_parts.start
+    for part in range(done, until):
+        totals = by_part.pop(part, None)
+        tree.push(Branch(part, 1, None if totals is None else totals.gradients(parameters)))
+
+
+def _checksum(model: nn.Module) -> int:
+    """Summarise the weights and which of them are trained, so that ranks notice that theirs differ.
+
+    A rank that trains fewer sends fewer bytes than are expected, and what lies in memory would take the place of the
+    others. No protection against an adversary.
+    """
+    total = 0
+    for parameter in model.parameters():
+        flat = parameter.detach().contiguous().view(-1).view(torch.uint8)
+        words = flat[: flat.numel() // 4 * 4].view(torch.int32)
+        total = (31 * total + 2 * int(words.sum(dtype=torch.int64)) + parameter.requires_grad) % 2**62
+    return total
+
+
+@final
+@dataclass
+class _Sizes:
+    """The micro-batches of a whole draw: their number, the units of each, and a digest of the first unit's rows."""
+
+    units: int = 0
+    count: int = 0
+    first: int = 0
 
 
 def unclipped_sum_of_batch(
@@ -182,36 +325,84 @@ def unclipped_sum_of_batch(
     totals = Accumulator()
     each = _each_microbatch(model, loss_fn, batch, performance, own_code=False)
     with _unmoved(model), performance.chosen_kernels(), closing(each):
-        for microbatch, found in each:
+        for _, microbatch, found in each:
             ones_U = microbatch.row_weights_UR.ne(0).any(1).to(torch.float64)
             totals.add(found.layer_gradients, dict.fromkeys(found.layer_gradients, ones_U), None)
     return totals.gradients(trainable_parameters(model))
 
 
 def _each_microbatch(
-    model: nn.Module, loss_fn: LossFunction, batch: Batch, performance: Performance, *, own_code: bool
-) -> Generator[tuple[Microbatch, UnitGradients], None, None]:
-    """Yield each micro-batch with its per-unit gradients."""
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Batch,
+    performance: Performance,
+    *,
+    own_code: bool,
+    share: Share = WHOLE,
+    sizes: _Sizes | None = None,
+) -> Generator[tuple[int, Microbatch, UnitGradients], None, None]:
+    """Yield each micro-batch of this share with its part and its per-unit gradients; note the sizes of the whole."""
+    # Random layers draw in a part from its own seed: what a part draws does not depend on who computes the others.
+    seeds = torch.randint(2**62, (share.parts,)).tolist() if share.parts > 1 else []
     first = next(batch.microbatches(1), None)
     if first is None:
         return
+    sizes = sizes or _Sizes()
+    if share.size > 1:
+        sizes.first = int.from_bytes(rows_digest(first.inputs, first.targets)[:7])
     refuse(outside_code())
     plan = plan_for(model, loss_fn, first, performance, own_code=own_code)
     network = plan.network(model)
     owners = parameter_owners(network, plan.overrides)
-    units = _microbatch_size(plan, network, first, performance)
+    units = _microbatch_size(plan, network, first, performance, expected=batch.sampling.expected_batch_size)
     if plan.proof is not None and units not in plan.proof.checked:
         synthetic, _ = blind_trial(model, loss_fn, first, units=max(2, min(units, _MOST_COMPARED)))
         check_faithful(model, loss_fn, plan.proof, synthetic)
         plan.proof.checked.add(units)
+    if performance.precision != "float32" and units not in plan.own_bits:
+        synthetic = (
+            blind_trial(model, loss_fn, first, units=units)[0] if own_code else synthetic_batch(first, units=units)
+        )
+        require_own_bits(model, loss_fn, plan, synthetic, performance.precision)
+        plan.own_bits.add(units)
     with weight_cache(network):
-        for index, microbatch in enumerate(batch.microbatches(units)):
+        for index, (part, microbatch) in enumerate(_microbatches(batch, units, share, seeds, sizes)):
             arranged = plan.arranged(microbatch)
             with no_outside_code(), _unwritten(plan, arranged):
-                found = unit_gradients(network, plan.loss(loss_fn), arranged, owners, plan.axes_by_module)
+                found = unit_gradients(
+                    network,
+                    plan.loss(loss_fn),
+                    arranged,
+                    owners,
+                    plan.axes_by_module,
+                    precision=performance.precision,
+                )
             if index == 0 and _is_large(model):
                 give_back_freed_memory()  # the sums come next, and do not fit where activations were
-            yield arranged, found
+            yield part, arranged, found
+
+
+def _microbatches(
+    batch: Batch, units: int, share: Share, seeds: list[int], sizes: _Sizes
+) -> Iterator[tuple[int, Microbatch]]:
+    """Yield this share's micro-batches, each with its part."""
+    if share.parts == 1 and share.size == 1:
+        yield from ((0, microbatch) for microbatch in batch.microbatches(units))
+        return
+    sizes.units, sizes.count = units, -(-batch.drawn_batch_size // units)
+    own, seeded = share.own_microbatches(sizes.count), -1
+    for index, microbatch in zip(own, batch.microbatches(units, own), strict=True):
+        part = share.part_of(index, sizes.count)
+        if seeds and part != seeded:
+            torch.manual_seed(seeds[part])
+            seeded = part
+        yield part, microbatch
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return where the model computes."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _is_large(model: nn.Module) -> bool:
@@ -219,8 +410,13 @@ def _is_large(model: nn.Module) -> bool:
     return sum(parameter.numel() for parameter in model.parameters()) >= _LARGE
 
 
-def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performance: Performance) -> int:
-    """Return the units of a micro-batch: as asked for, or as many as fit the memory that one may take."""
+def _microbatch_size(
+    plan: Plan, network: nn.Module, like: Microbatch, performance: Performance, *, expected: float | None = None
+) -> int:
+    """Return the units of a micro-batch: as asked for, or as many as fit the memory that one may take.
+
+    No more than most draws have: the last micro-batch is padded, and padding costs as much as units do.
+    """
     if performance.microbatch_size is not None:
         return performance.microbatch_size
     memory, unit = performance.memory_mib * 2**20, max(1, plan.bytes_per_unit)
@@ -234,6 +430,9 @@ def _microbatch_size(plan: Plan, network: nn.Module, like: Microbatch, performan
     # What a model works with between its layers is not counted, and may be much for images (a scattering transform).
     features = all(x.dim() <= 2 for x in row_tensors(like.inputs))
     most = _MOST_FEATURE_ROWS if features or _only_linear(network) else _MOST_IMAGES
+    if expected is not None:
+        drawn = expected + 2 * math.sqrt(expected)  # 98 draws of 100 have no more
+        most = min(most, -(-math.ceil(drawn) // _EVEN) * _EVEN)
     even = _EVEN if fitting >= _EVEN else 2 if fitting >= 2 else 1
     return max(1, min(most, fitting // even * even))
 
@@ -242,16 +441,6 @@ def _only_linear(network: nn.Module) -> bool:
     """Return whether nothing large can lie between the layers, because there are hardly any."""
     leaves = [module for module in network.modules() if not list(module.children())]
     return all(isinstance(leaf, (nn.Linear, NarrowLinear, nn.Flatten, nn.Identity)) for leaf in leaves)
-
-
-@contextmanager
-def _float32() -> Iterator[None]:
-    """Switch a surrounding autocast off: the norms of gradients in 16 bits are not exact."""
-    with ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 @contextmanager
@@ -312,11 +501,16 @@ class Rows:
         """Not Poisson: no epsilon follows from it."""
         return Sampling("by hand", 1.0)
 
-    def microbatches(self, units: int) -> Iterator[Microbatch]:
-        """Yield slices of ``units`` units; the last one may be smaller."""
+    @property
+    def drawn_batch_size(self) -> int:
+        """The number of units."""
+        return number_of_rows(self.inputs) // self.rows_per_unit
+
+    def microbatches(self, units: int, only: range | None = None) -> Iterator[Microbatch]:
+        """Yield slices of ``units`` units, or those of these numbers; the last one may be smaller."""
         size = units * self.rows_per_unit
         device = row_tensors(self.inputs)[0].device
-        for first in range(0, number_of_rows(self.inputs), size):
+        for first in chosen_starts(number_of_rows(self.inputs), size, only):
             mine = slice(first, first + size)
             inputs, targets = (map_tensors(lambda x, mine=mine: x[mine], tree) for tree in (self.inputs, self.targets))
             shape = (number_of_rows(inputs) // self.rows_per_unit, self.rows_per_unit)

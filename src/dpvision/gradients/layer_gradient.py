@@ -107,7 +107,7 @@ def _unchanged(total: Tensor) -> Tensor:
 def _added_to(total: Tensor | None, part: Tensor) -> Tensor:
     if total is None:
         return part.to(torch.float64, copy=True)
-    added_up = add_weighted.attempt(total, part[None], torch.ones(1, dtype=torch.float64))
+    added_up = add_weighted.attempt(total, part[None], total.new_ones(1))
     return total.add_(part) if added_up is None else added_up
 
 

@@ -23,9 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call, vjp, vmap
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from dpvision.config import Precision
 from dpvision.errors import ArgumentError, PrivacyError
+from dpvision.gradients.devices import forked_generators, generator_states, rounding, widened
 from dpvision.gradients.layer_gradient import LayerGradient, MaterialisedGradient, sum_of_calls
 from dpvision.gradients.ownership import ParameterOwner
 from dpvision.gradients.rules import LayerCall
@@ -82,6 +84,11 @@ class CapturedCall:
         """Memory of inputs and output gradients."""
         tensors = [*(tensor for tensor, _ in self.versions), *self.gradients]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def widen(self) -> None:
+        """Take inputs, output and gradients of 16 bits to float32, exactly, for all that is computed from them."""
+        self.args, self.kwargs = tree_map(widened, (self.args, self.kwargs))
+        self.y, *self.gradients = map(widened, (self.y, *self.gradients))
 
     def check_untouched(self) -> None:
         """Raise if an input was overwritten after the module read it: the gradient would be of something else."""
@@ -195,6 +202,7 @@ def run_captured(
     owners: tuple[ParameterOwner, ...],
     *,
     backward: bool = True,
+    precision: Precision = "float32",
 ) -> list[CapturedCall]:
     """Run one forward pass, and one backward pass if asked, and return the calls of all owners.
 
@@ -202,7 +210,10 @@ def run_captured(
         PrivacyError: an input of a captured module was changed in place.
     """
     with torch.enable_grad(), capture_calls(owners) as calls:
-        losses = row_losses(model, loss_fn, microbatch)
+        with rounding(microbatch.device, precision):
+            losses = row_losses(model, loss_fn, microbatch)
+        if precision != "float32":
+            losses = losses.float()  # weights of rows are not rounded to 16 bits
     for call in calls:
         call.check_untouched()
     if backward:
@@ -327,7 +338,7 @@ def _unexpected(call: CapturedCall) -> PrivacyError:
     )
 
 
-def _axes_of_calls(calls: list[CapturedCall], axes_by_module: AxesByModule) -> list[BatchAxes]:
+def axes_of_calls(calls: list[CapturedCall], axes_by_module: AxesByModule) -> list[BatchAxes]:
     """Return the axes of each call, by its order among the calls of its module."""
     counts: Counter[str] = Counter()
     found: list[BatchAxes] = []
@@ -361,6 +372,8 @@ def unit_gradients(
     microbatch: Microbatch,
     owners: tuple[ParameterOwner, ...],
     axes_by_module: AxesByModule,
+    *,
+    precision: Precision = "float32",
 ) -> UnitGradients:
     """Compute the gradients of all units of a micro-batch, each as if the unit were alone.
 
@@ -370,6 +383,7 @@ def unit_gradients(
         microbatch: the rows, with their weights within their units.
         owners: the modules whose calls are captured.
         axes_by_module: where the rows are in their inputs and outputs.
+        precision: of the layers; what follows from their inputs and output gradients is computed in float32.
 
     Returns:
         The gradient of each unit's weighted loss, by parameter.
@@ -380,11 +394,13 @@ def unit_gradients(
     Guarantee: exact for a model that passed ``plan_for``: row n contributes to unit n // R and to no other.
     """
     units = microbatch.row_weights_UR.shape[0]
-    calls = run_captured(model, loss_fn, microbatch, owners)
+    calls = run_captured(model, loss_fn, microbatch, owners, precision=precision)
     found: dict[nn.Parameter, list[LayerGradient]] = {}
     with torch.no_grad():
-        for call, axes in zip(calls, _axes_of_calls(calls, axes_by_module), strict=True):
+        for call, axes in zip(calls, axes_of_calls(calls, axes_by_module), strict=True):
             axes.check(call, microbatch.rows)
+            if precision != "float32":
+                call.widen()
             for parameter, layer_gradient in _layer_gradients(call, axes, units).items():
                 found.setdefault(parameter, []).append(layer_gradient)
         total = {parameter: sum_of_calls(parts) for parameter, parts in found.items()}
@@ -489,17 +505,12 @@ def _present(gradients: list[Tensor | None]) -> list[Tensor]:
 @contextmanager
 def _no_random_draws(call: CapturedCall) -> Iterator[None]:
     """Raise if the module draws random numbers: run again, it would draw others."""
-    devices = {leaf.device for leaf in tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)}
-    cuda = [device for device in devices if device.type == "cuda"]
-
-    def states() -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in cuda)]
-
-    with torch.random.fork_rng(devices=cuda):
-        before = states()
+    device = call.owner.parameters[0].parameter.device
+    with forked_generators(device):
+        before = generator_states(device)
         yield
-        after = states()
-    if not all(torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+        after = generator_states(device)
+    if not all(map(torch.equal, before, after)):
         raise PrivacyError(
             f"{call.owner.label} draws random numbers and owns parameters without a rule: run again for each unit, "
             "it would draw others. Move the dropout into a module outside of it, or set it to zero."

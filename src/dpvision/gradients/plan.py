@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, final
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from dpvision import kernels as native
-from dpvision.config import Performance
-from dpvision.errors import ArgumentError, DPVisionError, PrivacyError
+from dpvision.config import Performance, Precision
+from dpvision.errors import ArgumentError, DPVisionError, PrivacyError, brief
+from dpvision.gradients.devices import generator_states, require_device
 from dpvision.gradients.fast import frozen_callable, frozen_values, fused_copy, fused_graph, weight_cache
 from dpvision.gradients.ownership import (
     OwnershipOverrides,
@@ -38,6 +39,7 @@ from dpvision.gradients.per_unit import (
     BatchAxes,
     LossFunction,
     RowsPerEntry,
+    axes_of_calls,
     row_losses,
     run_captured,
     unit_gradients,
@@ -69,6 +71,8 @@ from dpvision.gradients.separability import (
     unfaithful,
     unfaithful_gradients,
     unfit_parts,
+    units_in_order,
+    uses_batch_statistics,
     wrong_gradients,
 )
 from dpvision.kernels.memory import give_back_freed_memory
@@ -91,6 +95,7 @@ class Plan:
         channels_last: whether images are laid out channels-last.
         fused_copy: a faster network with the same parameters, to be run in the model's place.
         proof: the proved graph of a user's own code, which is run in its place; None for our own models.
+        own_bits: sizes of micro-batches at which layers of low precision were compared (``require_own_bits``).
     """
 
     overrides: OwnershipOverrides
@@ -99,6 +104,7 @@ class Plan:
     channels_last: bool
     fused_copy: nn.Module | None = None
     proof: ProvedGraph | None = None
+    own_bits: set[int] = field(default_factory=set)
 
     def network(self, model: nn.Module) -> nn.Module:
         """Return what is run in the model's place: the fused copy, the proved graph, or the model itself."""
@@ -168,6 +174,7 @@ def plan_for(
         ArgumentError: native kernels are required and not available.
     """
     performance = performance or Performance()
+    require_device(microbatch.device)
     with performance.chosen_kernels():
         return _cached_plan(model, loss_fn, microbatch, performance, own_code)
 
@@ -199,14 +206,19 @@ def _cached_plan(
 
 def plan_key(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch, performance: Performance) -> Any:
     """Return everything a plan, or its refusal, depends on; used as the cache key."""
-    modules = tuple((name, id(module), module.training) for name, module in model.named_modules())
-    held = model.named_parameters(remove_duplicate=False)
-    parameters = tuple((name, id(p), p.requires_grad, parameter_hooks(p)) for name, p in held)
     trees = tree_flatten((microbatch.inputs, microbatch.targets))
     leaves = tuple((x.shape[1:], x.dtype, x.device) if isinstance(x, Tensor) else None for x in trees[0])
     rows = (leaves, trees[1], microbatch.row_weights_UR.shape[1])
-    speed = (performance.channels_last, performance.kernels, native.available())
-    return modules, parameters, rows, frozen_values(model), frozen_callable(loss_fn), speed
+    speed = (performance.channels_last, performance.kernels, performance.precision, native.available())
+    return model_key(model), rows, frozen_callable(loss_fn), speed
+
+
+def model_key(model: nn.Module) -> Any:
+    """Return everything of a model but the values of its weights that a plan depends on: modules, modes, settings."""
+    modules = tuple((name, id(module), module.training) for name, module in model.named_modules())
+    held = model.named_parameters(remove_duplicate=False)
+    parameters = tuple((name, id(p), p.requires_grad, parameter_hooks(p)) for name, p in held)
+    return modules, parameters, frozen_values(model)
 
 
 def _make_plan(
@@ -277,6 +289,61 @@ def check_faithful(model: nn.Module, loss_fn: LossFunction, proof: ProvedGraph, 
             "state, draws random numbers outside of torch, or lets units mix. Make the result a function of row and "
             "weights."
         )
+
+
+def require_own_bits(
+    model: nn.Module, loss_fn: LossFunction, plan: Plan, batch: Microbatch, precision: Precision
+) -> None:
+    """Refuse layers of low precision in which one bit of a unit depends on its place or on the other units.
+
+    Args:
+        model: the model.
+        loss_fn: one loss per row.
+        plan: how its gradients are computed.
+        batch: synthetic units, as many as a step computes at once: kernels are chosen by shape.
+        precision: of the layers.
+
+    Raises:
+        PrivacyError: a unit's inputs of a layer, or its gradients there, have other bits elsewhere; or the model can't
+            be computed in this precision.
+    """
+    network, units = plan.network(model), batch.row_weights_UR.shape[0]
+    owners = parameter_owners(network, plan.overrides)
+
+    def numbers(rows: Microbatch) -> tuple[list[tuple[str, Tensor]], bool]:
+        with repeatable_randomness(rows.device):
+            states = generator_states(rows.device)
+            calls = run_captured(network, plan.loss(loss_fn), plan.arranged(rows), owners, precision=precision)
+            draws = not all(map(torch.equal, states, generator_states(rows.device)))
+        found = []
+        for call, axes in zip(calls, axes_of_calls(calls, plan.axes_by_module), strict=True):
+            tensors = [*tree_leaves((call.args, call.kwargs)), *call.gradients]
+            entries = [*axes.inputs, *axes.outputs[: len(call.gradients)]]
+            found += [
+                (call.owner.label, x.unflatten(0, (units, -1)))
+                for x, each in zip(tensors, entries, strict=True)
+                if isinstance(x, Tensor) and each
+            ]
+        return found, draws
+
+    try:
+        before, draws = numbers(batch)
+        # Random numbers belong to places. Where a model draws some, units stay, and every second one is exchanged.
+        order = [unit - unit % 2 if draws else (unit + 1) % units for unit in range(units)]
+        after, _ = numbers(units_in_order(batch, order))
+    except (RuntimeError, TypeError) as error:
+        raise PrivacyError(
+            f"the model can't be computed in {precision} ({brief(' '.join(str(error).split()))}). Use float32."
+        ) from error
+    places = range(0, units, 2 if draws else 1)
+    units_there = [order[place] for place in places]
+    for (label, one), (_, two) in zip(before, after, strict=True):
+        if not torch.equal(one[units_there], two[list(places)]):
+            raise PrivacyError(
+                f"{label}: in {precision} a unit's numbers change with its place among the {units} units of a "
+                "micro-batch, which would let one unit move the gradients of others by more than the noise covers. "
+                "Choose another microbatch_size, such as a multiple of 8, deterministic kernels, or float32."
+            )
 
 
 def _require_gradients(network: nn.Module, rows: Microbatch) -> None:
@@ -352,7 +419,7 @@ def _fused_copy(
         raise ArgumentError(f"native kernels are not available: {native.reason()}. Choose kernels auto or plain.")
     inputs = batch.inputs[0] if proved else batch.inputs
     fits = isinstance(inputs, Tensor) and inputs.dtype == torch.float32 and inputs.device.type == "cpu"
-    if kernels == "plain" or not performance.channels_last or not fits:
+    if kernels == "plain" or performance.precision != "float32" or not performance.channels_last or not fits:
         return None
     if kernels == "auto" and not native.available():
         return None
@@ -636,6 +703,8 @@ def check_model(
         return [*findings, Finding(module="the model", problem=problem, remedy="Check its weights and inputs.")]
     mixing = mixing_units(model, find_mixing(model, loss_fn, rows))
     findings += mixing
+    if mixing and own_code and not any(uses_batch_statistics(module) for module in model.modules()):
+        findings += [finding for finding in proof_findings(model, loss_fn, rows) if finding.fatal]  # names the line
     if not mixing and trainable_parameters(model):
         findings += _check_gradients(model, loss_fn, rows, draws_random=trial.draws_random)
         findings += _unused_parameters(model, loss_fn, rows)

@@ -12,7 +12,7 @@ Shapes: U units, R rows per unit, N = U·R rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, final
@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from dpvision.errors import PrivacyError, some_of
+from dpvision.gradients.devices import forked_generators, generator_states
 from dpvision.gradients.layer_gradient import LayerGradient
 from dpvision.gradients.ownership import module_label, parameter_places, trainable_parameters
 from dpvision.gradients.per_unit import CapturedCall, LossFunction, UnitGradients, attributes_restored, row_losses
@@ -65,10 +66,14 @@ class Finding:
 
 
 def refuse(findings: Iterable[Finding], *, saying: str = "") -> None:
-    """Raise one ``PrivacyError`` that names all fatal findings, if there are any."""
-    fatal = [str(finding) for finding in findings if finding.fatal]
-    if fatal:
-        raise PrivacyError(f"{saying}{' '.join(fatal)}")
+    """Raise one ``PrivacyError`` that names all fatal findings, modules with the same problem together."""
+    modules: dict[tuple[str, str], list[str]] = {}
+    for finding in findings:
+        if finding.fatal:
+            modules.setdefault((finding.problem, finding.remedy), []).append(finding.module)
+    if modules:
+        texts = (f"{some_of(named, limit=4)}: {problem}. {remedy}" for (problem, remedy), named in modules.items())
+        raise PrivacyError(f"{saying}{' '.join(texts)}")
 
 
 def moving_state(model: nn.Module, moved: Iterable[str]) -> list[Finding]:
@@ -87,7 +92,8 @@ def moving_state(model: nn.Module, moved: Iterable[str]) -> list[Finding]:
         Finding(
             module=module_label(owner, modules[owner]),
             problem=f"a forward pass moves {', '.join(names)}, which would be released without noise",
-            remedy="Use GroupNorm instead of BatchNorm, or put the module into evaluation mode.",
+            remedy="Use GroupNorm instead of BatchNorm (dpvision.models.make_private_ready replaces it), or put the "
+            "module into evaluation mode.",
         )
         for owner, names in by_module.items()
     ]
@@ -101,7 +107,7 @@ def mixing_units(model: nn.Module, place: str | None) -> list[Finding]:
         problem = "mixes units: one unit's loss depends on another unit's row, so clipping bounds nothing"
         remedy = "Return one loss per row, each from its own row alone: Dice of each image, not summed over the batch."
         return [Finding(module=LOSS, problem=problem, remedy=remedy)]
-    named = [module_label(name, module) for name, module in model.named_modules() if _uses_batch_statistics(module)]
+    named = [module_label(name, module) for name, module in model.named_modules() if uses_batch_statistics(module)]
     problem = "mixes units: one unit's output depends on another unit's input"
     return [Finding(module=label, problem=problem, remedy=MIXING_REMEDY) for label in dict.fromkeys([place, *named])]
 
@@ -199,7 +205,8 @@ def parameter_hooks(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(id(hook) for table in tables if table for hook in table.values())
 
 
-def _uses_batch_statistics(module: nn.Module) -> bool:
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Return whether a module is a BatchNorm that normalises by the rows of a batch."""
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
@@ -249,6 +256,14 @@ def repeat_units(microbatch: Microbatch, *, units: int) -> Microbatch:
         (units, rows_per_unit), 1 / rows_per_unit, dtype=torch.float64, device=microbatch.row_weights_UR.device
     )
     return _selected(microbatch, order, weights)
+
+
+def units_in_order(microbatch: Microbatch, order: Sequence[int]) -> Microbatch:
+    """Return the units of a micro-batch in another order, or some of them several times."""
+    rows_per_unit = microbatch.row_weights_UR.shape[1]
+    rows = torch.tensor([unit * rows_per_unit + row for unit in order for row in range(rows_per_unit)])
+    units = torch.tensor(order, device=microbatch.row_weights_UR.device)
+    return _selected(microbatch, rows, microbatch.row_weights_UR[units])
 
 
 def _selected(microbatch: Microbatch, rows: Any, weights: Tensor) -> Microbatch:
@@ -302,11 +317,7 @@ def _noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
 @contextmanager
 def repeatable_randomness(device: torch.device, *, seed: int = 0) -> Iterator[None]:
     """Give every such block with the same seed the same random numbers; the generators outside are untouched."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            torch.cuda.manual_seed(seed)
+    with forked_generators(device, seed=seed):
         yield
 
 
@@ -375,9 +386,9 @@ class Trial:
 def try_forward(model: nn.Module, loss_fn: LossFunction, microbatch: Microbatch) -> Trial:
     """Run one forward pass without a gradient and without a trace in the model."""
     with torch.no_grad(), model_restored(model) as moved, repeatable_randomness(microbatch.device):
-        state = torch.get_rng_state()
+        states = generator_states(microbatch.device)
         losses = row_losses(model, loss_fn, microbatch)
-        draws_random = not torch.equal(state, torch.get_rng_state())
+        draws_random = not all(map(torch.equal, states, generator_states(microbatch.device)))
     return Trial(losses, moved, draws_random)
 
 
@@ -557,7 +568,7 @@ def compare_with_single_units(reference: Reference, step: UnitGradients) -> Comp
     """
     model, units = reference.model, reference.microbatch.row_weights_UR.shape[0]
     # Norms first, as in every step: some layer gradients take their sums from what the norms have formed.
-    norms = {parameter: each.norms_sq().sqrt().tolist() for parameter, each in step.layer_gradients.items()}
+    norms = {parameter: each.norms_sq().sqrt().cpu().tolist() for parameter, each in step.layer_gradients.items()}
     wrong, held, proved = set[str](), 0, True
     for unit in range(units):
         alone = reference.gradients(unit)

@@ -18,7 +18,7 @@ from dpvision.config import RunConfig, parse_config, required
 from dpvision.data import ImageStore, LoadOptions, Normalisation, load_one
 from dpvision.data.options import MAX_SIDE
 from dpvision.data.splits import holdout_keys, load_options, load_splits, stored_normalisation
-from dpvision.errors import ArgumentError, DataError, TamperError, printable
+from dpvision.errors import ArgumentError, DataError, TamperError, printable, some_of
 from dpvision.models.losses import outputs_for
 from dpvision.own_code import named_again
 from dpvision.storage.files import parse_object, read_file
@@ -50,6 +50,14 @@ class ReleasedModel:
     class_names: tuple[str, ...]
     image_shape: tuple[int, int, int]
     certificate: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """Name the network, its inputs and outputs and the guarantee; the whole content is in the attributes."""
+        return (
+            f"ReleasedModel(model={type(self.model).__name__}, image_shape={self.image_shape}, "
+            f"classes={some_of(self.class_names)}, epsilon={self.certificate.get('epsilon')}, "
+            f"delta={self.certificate.get('delta')})"
+        )
 
     @property
     def file_window(self) -> tuple[float, float] | None:
@@ -83,7 +91,7 @@ class ReleasedModel:
 
 
 def load_model(run: Path | str, *, model: object | None = None) -> ReleasedModel:
-    """Load the released model of a run.
+    """Load the released model of a run; ``dpvision.load`` is this function.
 
     Args:
         run: the run folder, or its release folder, also a copy.
@@ -127,10 +135,6 @@ def load_model(run: Path | str, *, model: object | None = None) -> ReleasedModel
     )
 
 
-load = load_model
-"""``dpvision.load``: the same, under a short name."""
-
-
 def _trained_on(certificate: dict[str, Any], path: Path) -> tuple[tuple[str, ...], tuple[int, int, int]]:
     """Read class names and image shape; the certificate is not verified here, so they may be anything."""
     data = certificate.get("data")
@@ -168,7 +172,7 @@ def load_test_images(
         DataError: the run's test split is no longer what it was.
     """
     if test_masks is not None and (test is None or released.config.task != "segmentation"):
-        raise ArgumentError("--test-masks belong to the pictures of --test and to a model that draws masks.")
+        raise ArgumentError("--test-masks belong to the images of --test and to a model that draws masks.")
     if (test_findings is not None) != (test is not None and released.config.data.findings is not None):
         raise ArgumentError(
             "--test-findings belong to the images of --test and to a model of findings, and only there."
@@ -185,7 +189,7 @@ def load_test_images(
         whole = whole.model_copy(update={"data": whole.data.model_copy(update={"data_dir": str(data_dir)})})
     store = load_splits(whole, holdout_keys(stored.keys, stored.run_id)).test
     if store.fingerprint() != stored.bindings[-1].get("test"):
-        raise DataError("the run's test split is not what it was: the data changed. Name pictures with --test.")
+        raise DataError("the run's test split is not what it was: the data changed. Name images with --test.")
     return store
 
 

@@ -22,8 +22,9 @@ from torch.nn import functional
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.store import ImageStore, dense_units
 from dpvision.errors import DataError, shown
-from dpvision.inference.predict import outputs_of
+from dpvision.inference.predict import shared_outputs
 from dpvision.models.losses import finding_loss
+from dpvision.ranks import ALONE, Ranks
 from dpvision.scoring import (
     FEWEST_UNITS,
     GUESSING,
@@ -175,6 +176,7 @@ def evaluate(
     normalisation: Normalisation,
     *,
     parameters: Mapping[str, Tensor] | None = None,
+    ranks: Ranks = ALONE,
 ) -> Metrics | FindingMetrics:
     """Measure a classifier on every image of a public store.
 
@@ -183,9 +185,10 @@ def evaluate(
         store: images with one class each.
         normalisation: the pixel constants that the model was trained with.
         parameters: replaces the model's own where given, such as averaged ones.
+        ranks: processes that compute outputs; the others call ``shared_outputs`` at the same time.
     """
-    outputs = outputs_of(model, store.images, normalisation.apply, parameters=parameters)
-    return _measured(torch.cat(list(outputs)).cpu(), store)
+    outputs = shared_outputs(model, store.images, normalisation.apply, parameters=parameters, ranks=ranks)
+    return _measured(outputs, store)
 
 
 def evaluate_features(
@@ -199,8 +202,7 @@ def evaluate_features(
         store: the public images' labels and classes.
         parameters: replaces those of ``rest`` where given.
     """
-    outputs = outputs_of(rest, features, Tensor.float, parameters=parameters)
-    return _measured(torch.cat(list(outputs)).cpu(), store)
+    return _measured(shared_outputs(rest, features, Tensor.float, parameters=parameters), store)
 
 
 def _measured(logits: Tensor, store: ImageStore) -> Metrics | FindingMetrics:

@@ -40,9 +40,11 @@ from dpvision.data.nifti import SUFFIXES, is_volume, open_volume, volume_images
 from dpvision.data.normalisation import Normalisation
 from dpvision.data.npz import image_bytes
 from dpvision.data.splits import load_options
+from dpvision.data.store import MappedImages
 from dpvision.errors import ArgumentError, DataError, bad_files_text, printable, shown, some_of
 from dpvision.gradients.ordinary import fused_forward
 from dpvision.inference.load import ReleasedModel
+from dpvision.ranks import ALONE, Ranks
 from dpvision.storage.files import disk_errors, write_atomically
 
 BATCH_SIZE: Final = 64
@@ -56,11 +58,12 @@ _LARGEST_SIDE_OF_NIFTI1 = 32767
 
 def outputs_of(
     model: nn.Module,
-    rows: Tensor,
+    rows: Tensor | MappedImages,
     prepare: Callable[[Tensor], Tensor],
     *,
     parameters: Mapping[str, Tensor] | None = None,
     batch_size: int = BATCH_SIZE,
+    only: range | None = None,
 ) -> Iterator[Tensor]:
     """Yield the model's outputs, batch by batch, on the device of the model.
 
@@ -70,6 +73,7 @@ def outputs_of(
         prepare: turns a batch of ``rows`` into inputs of the model.
         parameters: replaces the model's own parameters where given, such as averaged ones.
         batch_size: memory only.
+        only: numbers of the batches to yield, from zero; all by default.
 
     Raises:
         ArgumentError: the model has no parameter of such a name.
@@ -81,13 +85,52 @@ def outputs_of(
         raise ArgumentError(f"parameters must be the model's own, got unknown names: {', '.join(unknown)}.")
     network.load_state_dict(dict(parameters or {}), strict=False)
     device = next((tensor.device for tensor in own.values()), torch.device("cpu"))
-    inputs = (prepare(part.to(device)) for part in rows.split(batch_size))
-    first = next(inputs)
+    first = prepare(rows[:batch_size].to(device))
     with fused_forward(network, first[:_COMPARED]) as forward:
-        for part in itertools.chain([first], inputs):
+        for number, part in enumerate(rows.split(batch_size)):
+            if only is not None and number not in only:
+                continue
             with torch.no_grad():
-                outputs = forward(part)
+                outputs = forward(first if number == 0 else prepare(part.to(device)))
             yield outputs
+
+
+def shared_outputs(
+    model: nn.Module,
+    rows: Tensor | MappedImages,
+    prepare: Callable[[Tensor], Tensor],
+    *,
+    parameters: Mapping[str, Tensor] | None = None,
+    ranks: Ranks = ALONE,
+) -> Tensor:
+    """Return the model's outputs of all rows, on the CPU, computed by all ranks, each its share of the batches.
+
+    Args:
+        model: left unchanged; the same on every rank.
+        rows: the same on every rank.
+        prepare: as for ``outputs_of``.
+        parameters: as for ``outputs_of``.
+        ranks: processes that call this at the same time.
+
+    Returns:
+        The outputs of all rows on rank 0; elsewhere those of the other ranks are missing.
+    """
+    own = ranks.share(-(-len(rows) // BATCH_SIZE))
+    with ranks.settling():
+        found = [each.cpu() for each in outputs_of(model, rows, prepare, parameters=parameters, only=own)]
+        if not ranks.several:
+            return torch.cat(found)
+        shape = found[0].shape[1:] if found else outputs_shape(model, rows, prepare)
+        outputs = torch.zeros((len(rows), *shape))
+        if found:
+            outputs[own.start * BATCH_SIZE : own.stop * BATCH_SIZE] = torch.cat(found)
+    ranks.collect(outputs, size=BATCH_SIZE)
+    return outputs
+
+
+def outputs_shape(model: nn.Module, rows: Tensor | MappedImages, prepare: Callable[[Tensor], Tensor]) -> torch.Size:
+    """Return the shape of one row's outputs."""
+    return next(outputs_of(model, rows[:1], prepare)).shape[1:]
 
 
 def predict_probabilities(

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from dpvision.models.backbone import FrozenBatchNorm, Split, split
-from dpvision.models.layers import ACTIVATIONS, NORMS, Norm, ScalarGain, TemperedSigmoid, WSConv2d, activation
+from dpvision.models.layers import (
+    ACTIVATIONS,
+    NORMS,
+    Norm,
+    OffsetLinear,
+    ScalarGain,
+    TemperedSigmoid,
+    WSConv2d,
+    activation,
+)
 from dpvision.models.private_ready import Change, make_private_ready, output_problem
 from dpvision.models.registry import Entry, catalogue, count_parameters, create, create_own, entry
 from dpvision.models.scattering import Scattering, channel_constants
@@ -15,6 +24,7 @@ __all__ = [
     "Entry",
     "FrozenBatchNorm",
     "Norm",
+    "OffsetLinear",
     "ScalarGain",
     "Scattering",
     "Split",

@@ -11,7 +11,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from dpvision.models.initialisation import kaiming_normal
+from dpvision.models.initialisation import initialise, kaiming_normal
 from dpvision.models.layers import Norm
 from dpvision.models.layers import activation as make_activation
 
@@ -21,9 +21,12 @@ GROWTH = 32
 
 @final
 class DenseLayer(nn.Module):
-    """``[x, f(x)]`` with f = norm, act, 1×1 convolution to 128 channels, norm, act, 3×3 convolution to 32."""
+    """``[x, f(x)]`` with f = norm, act, 1×1 convolution to 128 channels, norm, act, 3×3 convolution to 32.
 
-    def __init__(self, in_channels: int, *, norm: Norm, activation: str) -> None:
+    ScaleNorm, where there is one, normalises the whole of it.
+    """
+
+    def __init__(self, in_channels: int, *, norm: Norm, activation: str, scale_norm: bool) -> None:
         super().__init__()
         self.branch = nn.Sequential(
             norm.make(in_channels),
@@ -33,18 +36,27 @@ class DenseLayer(nn.Module):
             make_activation(activation),
             nn.Conv2d(4 * GROWTH, GROWTH, 3, padding=1, bias=False),
         )
+        self.scale_norm = norm.make(in_channels + GROWTH) if scale_norm else nn.Identity()
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         """Concatenate the branch after its input: (N, C, H, W) → (N, C + 32, H, W)."""
-        return torch.cat((x_NCHW, self.branch(x_NCHW)), dim=1)
+        return self.scale_norm(torch.cat((x_NCHW, self.branch(x_NCHW)), dim=1))
 
 
 def densenet121(
-    *, num_classes: int, in_channels: int, groups: int = 32, norm: str = "group", activation: str = "relu"
+    *,
+    num_classes: int,
+    in_channels: int,
+    groups: int = 32,
+    norm: str = "group",
+    activation: str = "relu",
+    scale_norm: bool = False,
+    init: str = "own",
 ) -> nn.Module:
     """DenseNet-121; a layer of C channels has gcd(``groups``, C) groups.
 
-    The rule is that of Opacus's replacement of BatchNorm, which the paper used. Convolutions are Kaiming-normal.
+    The rule is that of Opacus's replacement of BatchNorm, which the paper used. ``init`` "own" draws convolutions
+    Kaiming-normal; otherwise it is a scheme's name. ``scale_norm`` normalises after every concatenation.
     """
     spec = Norm(norm, groups, "gcd")
     layers: list[nn.Module] = [
@@ -56,7 +68,7 @@ def densenet121(
     channels = 64
     for index, count in enumerate(BLOCKS):
         for _ in range(count):
-            layers.append(DenseLayer(channels, norm=spec, activation=activation))
+            layers.append(DenseLayer(channels, norm=spec, activation=activation, scale_norm=scale_norm))
             channels += GROWTH
         layers += [spec.make(channels), make_activation(activation)]
         if index < len(BLOCKS) - 1:
@@ -66,4 +78,6 @@ def densenet121(
     kaiming_normal(body)
     head = nn.Linear(channels, num_classes)
     nn.init.zeros_(head.bias)
-    return nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    model = nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    initialise(model, init)
+    return model

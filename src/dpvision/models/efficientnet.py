@@ -19,6 +19,7 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
+from dpvision.errors import ArgumentError
 from dpvision.models.backbone import (
     BackboneNorm,
     FeatureNorm,
@@ -29,7 +30,8 @@ from dpvision.models.backbone import (
     resize,
     zero,
 )
-from dpvision.models.layers import Norm, SamePad2d, SpatialMean, SqueezeExcite
+from dpvision.models.initialisation import initialise
+from dpvision.models.layers import Norm, OffsetLinear, SamePad2d, SpatialMean, SqueezeExcite
 from dpvision.models.layers import activation as make_activation
 
 
@@ -122,10 +124,12 @@ def efficientnet_b0(
     norm: str = "group",
     activation: str = "silu",
     scale_norm: bool = False,
+    init: str = "own",
 ) -> nn.Module:
     """EfficientNet-B0; a layer of C channels has gcd(``groups``, C) groups: 8 for its 24 channels, 16 for its 112.
 
-    ``scale_norm`` normalises the sum of each block that is added to its input.
+    ``scale_norm`` normalises the sum of each block that is added to its input. ``init`` "own" is the authors' (see
+    ``_draw``); otherwise it is a scheme's name.
     """
     spec = Norm(norm, groups, "gcd")
     layers = _unit(in_channels, 32, 3, norm=spec, activation=activation, stride=2)
@@ -134,6 +138,7 @@ def efficientnet_b0(
     layers += _unit(STAGES[-1].channels, FEATURES, 1, norm=spec, activation=activation)
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(FEATURES, num_classes))
     _draw(model)
+    initialise(model, init)
     return model
 
 
@@ -192,6 +197,7 @@ def efficientnet_lite0(
     groups: int = 32,
     feature_norm: FeatureNorm = "layer",
     zero_head: bool = False,
+    offset: float = 0.0,
 ) -> nn.Module:
     """EfficientNet-Lite0. ``resize_to`` scales images inside the model (0: not at all), so 32 pixels can become 128.
 
@@ -199,10 +205,14 @@ def efficientnet_lite0(
 
     ``norm`` "frozen" keeps the published BatchNorm as fixed numbers; "group" makes it a GroupNorm that learns on.
     ``feature_norm`` "layer" standardises each row's 1280 features before the head (FACTS §10); the published network
-    has "none". ``zero_head`` starts the head at zero instead of drawing it.
+    has "none". ``zero_head`` starts the head at zero instead of drawing it. ``offset`` above 0 makes the head an
+    ``OffsetLinear`` with a constant of that many times √1280; it starts at zero.
     """
+    if not 0 <= offset < math.inf:
+        raise ArgumentError(f"offset must be a finite number from 0, got {offset}.")
     make_norm = norm_maker(norm, groups=groups, eps=_EPS)
     colour, channels = colour_front(in_channels)
+    head = OffsetLinear(FEATURES, num_classes, length=offset * FEATURES**0.5) if offset else None
     model = nn.Sequential(
         OrderedDict[str, nn.Module](
             resize=resize(resize_to),
@@ -217,7 +227,7 @@ def efficientnet_lite0(
             act_head=nn.ReLU6(),
             pool=SpatialMean(),
             feature_norm=feature_norm_layer(feature_norm, FEATURES),
-            fc=nn.Linear(FEATURES, num_classes),
+            fc=head or nn.Linear(FEATURES, num_classes),
         )
     )
     draw(model)

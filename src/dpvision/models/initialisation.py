@@ -107,6 +107,7 @@ def _shapes(layer: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(parameter.shape) for parameter in layer.parameters(False)]
 
 
+OWN = "own"
 SCHEMES: dict[str, Callable[[nn.Module], None]] = {
     "pytorch": pytorch,
     "glorot_uniform": glorot_uniform,
@@ -117,7 +118,9 @@ SCHEMES: dict[str, Callable[[nn.Module], None]] = {
 
 
 def initialise(model: nn.Module, scheme: str) -> None:
-    """Redraw all weights by the scheme of that name."""
+    """Redraw all weights by the scheme of that name; "own" leaves them as the network's authors draw them."""
+    if scheme == OWN:
+        return
     if scheme not in SCHEMES:
-        raise ArgumentError(f"init must be one of {', '.join(SCHEMES)}, got {scheme!r}.")
+        raise ArgumentError(f"init must be one of {', '.join((OWN, *SCHEMES))}, got {scheme!r}.")
     SCHEMES[scheme](model)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dpvision.errors import ArgumentError, Problems
+from dpvision.models.backbone import FrozenBatchNorm
 
 
 @final
@@ -97,9 +98,11 @@ def activation(name: str) -> nn.Module:
     return TemperedSigmoid(*constants)
 
 
-NORMS = ("group", "layer", "instance", "batch", "none")
+NORMS = ("group", "layer", "instance", "batch", "frozen", "none")
 Groups = int | Sequence[int] | str
 Rule = Literal["clamp", "gcd"]
+Order = Literal["act_norm", "norm_act"]
+ORDERS = ("act_norm", "norm_act")
 
 
 @final
@@ -107,7 +110,8 @@ Rule = Literal["clamp", "gcd"]
 class Norm:
     """Which normalisation to put after a layer.
 
-    ``kind`` "batch" mixes rows: it is for ordinary (public) training only and ``check_model`` refuses it.
+    ``kind`` "batch" mixes rows: it is for ordinary (public) training only and ``check_model`` refuses it. "frozen" is
+    what such training leaves: BatchNorm's fixed affine map, for weights from a run with "batch".
     ``rule`` says how many groups C channels get: "clamp" min(groups, C) as in the ScaleNorm papers, "gcd" the greatest
     common divisor as in Opacus's replacement of BatchNorm.
     """
@@ -128,6 +132,8 @@ class Norm:
             return nn.Identity()
         if self.kind == "batch":
             return nn.BatchNorm2d(channels)
+        if self.kind == "frozen":
+            return FrozenBatchNorm(channels)
         return nn.GroupNorm(self._groups_of(channels), channels)
 
     def _groups_of(self, channels: int) -> int:
@@ -200,6 +206,38 @@ class ScalarGain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``x * gain``."""
         return x * self.gain
+
+
+@final
+class OffsetLinear(nn.Module):
+    """A linear layer for training with a large constant feature that predictions leave out.
+
+    In training, ``bias`` counts ``length`` times: every row has one more feature of that value. Its weight learns how
+    frequent the classes are, so that the others learn what differs between them. In evaluation mode the bias is left
+    out, and scores belong to classes of about equal frequency. All parameters begin at zero: ``weight`` (O, I) and
+    ``bias`` (O,).
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, length: float) -> None:
+        super().__init__()
+        if not 0 < length < math.inf:
+            raise ArgumentError(f"length must be a finite number above 0, got {length}.")
+        self.in_features, self.out_features, self.length = in_features, out_features, length
+        self.weight = nn.Parameter(torch.zeros(out_features, in_features))
+        self.bias = nn.Parameter(torch.zeros(out_features))
+
+    @property
+    def bias_factor(self) -> float:
+        """What the bias is multiplied by in the present mode."""
+        return self.length if self.training else 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x Wᵀ``, in training with ``length`` times the bias."""
+        return functional.linear(x, self.weight, self.bias * self.length if self.training else None)
+
+    def extra_repr(self) -> str:
+        """Sizes and length."""
+        return f"{self.in_features}, {self.out_features}, length={self.length:g}"
 
 
 @final

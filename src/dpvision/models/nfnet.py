@@ -26,7 +26,12 @@ from dpvision.models.layers import activation as make_activation
 
 ALPHA = 0.2
 STRIDES = (1, 2, 2, 2)
-RESNET_DEPTHS: dict[int, tuple[int, ...]] = {50: (3, 4, 6, 3), 200: (3, 24, 36, 3)}
+RESNET_DEPTHS: dict[int, tuple[int, ...]] = {
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+    200: (3, 24, 36, 3),
+}
 
 
 @final

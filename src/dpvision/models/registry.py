@@ -128,7 +128,7 @@ _ROWS: tuple[tuple[str, str, str, int, int, int, int, Factory, str], ...] = (
      "ResNet-50 with a norm after each residual addition; use norm=layer"),
     ("wrn16_4", "wrn", _SCALE, 32, 3, 10, 2_753_818, _fixed(WideResNet, depth=16, scale_norm=False),
      "CIFAR with augmentation multiplicity: weight standardisation, activation before norm"),
-    ("wrn40_4", "wrn", _SCALE, 32, 3, 10, 8_961_306, _fixed(WideResNet, depth=40, width=4),
+    ("wrn40_4", "wrn", _SCALE, 32, 3, 10, 8_961_306, _fixed(WideResNet, depth=40),
      "the strongest CIFAR model from scratch at epsilon 8"),
     ("wrn28_10", "wrn", _SCALE, 32, 3, 10, 36_500_378, _fixed(WideResNet, depth=28, width=10),
      "private fine-tuning after public pre-training at 32 pixels"),
@@ -142,6 +142,10 @@ _ROWS: tuple[tuple[str, str, str, int, int, int, int, Factory, str], ...] = (
      "baseline with GroupNorm and the ImageNet stem"),
     ("nf_resnet50", "nfnet", _SCALE, 224, 3, 1_000, 25_557_048, _fixed(nf_resnet, depth=50),
      "ImageNet from scratch, without norms"),
+    ("nf_resnet101", "nfnet", _SCALE, 224, 3, 1_000, 44_549_193, _fixed(nf_resnet, depth=101),
+     "private fine-tuning after large public pre-training"),
+    ("nf_resnet152", "nfnet", _SCALE, 224, 3, 1_000, 60_192_858, _fixed(nf_resnet, depth=152),
+     "private fine-tuning after large public pre-training"),
     ("nf_resnet200", "nfnet", _SCALE, 224, 3, 1_000, 64_673_898, _fixed(nf_resnet, depth=200),
      "private fine-tuning of the last layer after large public pre-training"),
     ("nfnet_f0", "nfnet", _SCALE, 192, 3, 1_000, 71_489_284, _fixed(nfnet, size=F0),
@@ -245,10 +249,18 @@ def create_own(code: OwnCode, *, num_classes: int, image_shape: tuple[int, int, 
         else:
             model = code.value(**arguments_for(code.value, offered, name=code.name))
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"{code.name} must give a torch.nn.Module, got {type(model).__name__}.")
+        hint = (
+            " make_private_ready returns the model and a list of changes: return the first." if _is_pair(model) else ""
+        )
+        raise ArgumentError(f"{code.name} must give a torch.nn.Module, got {type(model).__name__}.{hint}")
     if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise ArgumentError(f"{code.name} has lazy layers without a size: run the model once before you return it.")
     return model.train()
+
+
+def _is_pair(made: object) -> bool:
+    """Whether a function returned a module and something else."""
+    return isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)
 
 
 def count_parameters(name: str, *, num_classes: int = 10, in_channels: int = 3, **options: Any) -> int:

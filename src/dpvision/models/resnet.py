@@ -4,21 +4,22 @@ The layers are torchvision's, stride on the 3×3 convolution of a bottleneck, wi
 
 ResNet-9 and ScaleResNet-9 (FACTS §1: Klause et al.), and the units that UNet-9 and LinkNet-9 share with them.
 
-A unit is convolution, norm, activation, in the order of the authors' code (their appendix has norm and activation the
-other way round). A residual branch ends in its activation, and ScaleNorm, where there is one, has none after it.
+A unit is convolution, norm, activation, in the order of the authors' code; ``order="act_norm"`` is that of their
+appendix. A residual branch ends in its unit's last layer. ScaleNorm, where there is one, has no activation after it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, final
 
 from torch import Tensor, nn
 
 from dpvision.errors import Problems
-from dpvision.models.initialisation import kaiming_normal
-from dpvision.models.layers import Groups, Norm, norm_per_stage
+from dpvision.models.initialisation import initialise, kaiming_normal
+from dpvision.models.layers import ORDERS, Groups, Norm, Order, norm_per_stage
 from dpvision.models.layers import activation as make_activation
 
 DEPTHS: dict[int, tuple[int, ...]] = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
@@ -35,7 +36,7 @@ class ResNet:
     (3×3) for ResNet-18, "large" (7×7 and a pool) for the others. ``stage1_activation`` differs from ``activation`` only
     to repeat the thesis's runs of ResNet-50, whose code left ReLU in the first stage whatever was asked for.
     ``scale_norm`` normalises each sum before its activation; the thesis found it to help with LayerNorm and to hurt
-    with 16 groups or more.
+    with 16 groups or more. ``init`` "own" is Kaiming-normal over the outputs, torchvision's; or a scheme's name.
     """
 
     num_classes: int
@@ -47,6 +48,7 @@ class ResNet:
     activation: str = "relu"
     stage1_activation: str | None = None
     scale_norm: bool = False
+    init: str = "own"
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -66,7 +68,7 @@ class ResNet:
         return norm_per_stage(self.norm, self.groups, stages=len(PLANES))
 
     def build(self) -> nn.Sequential:
-        """(stem and stages, pool, flatten, linear); convolutions are Kaiming-normal over their outputs."""
+        """(stem and stages, pool, flatten, linear)."""
         expansion = 4 if self.bottleneck else 1
         stages: list[nn.Module] = []
         channels = 64
@@ -75,7 +77,9 @@ class ResNet:
             channels = planes * expansion
         body = nn.Sequential(self._stem(), *stages)
         kaiming_normal(body, mode="fan_out")
-        return nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, self.num_classes))
+        model = nn.Sequential(body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, self.num_classes))
+        initialise(model, self.init)
+        return model
 
     def _stem(self) -> nn.Sequential:
         small = self.stem == "small" or (self.stem is None and self.depth == 18)
@@ -155,17 +159,27 @@ def _bottleneck_branch(in_channels: int, planes: int, *, stride: int, norm: Norm
     )
 
 
-def conv_norm_act(
-    in_channels: int, out_channels: int, *, norm: Norm, activation: str, pool: bool = False, upsample: bool = False
-) -> nn.Sequential:
-    """The unit of the "-9" networks: [upsample] → 3×3 convolution without bias → norm → activation [→ max-pool]."""
-    layers: list[nn.Module] = [nn.Upsample(scale_factor=2, mode="nearest")] if upsample else []
-    layers += [
-        nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False),
-        norm.make(out_channels),
-        make_activation(activation),
-    ]
-    return nn.Sequential(*layers, *([nn.MaxPool2d(2)] if pool else []))
+@final
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What the units of a "-9" network share: norm, activation, and which of them follows the convolution."""
+
+    norm: Norm
+    activation: str
+    order: Order = "norm_act"
+
+    def __post_init__(self) -> None:
+        problems = Problems()
+        problems.require(self.order in ORDERS, f"order must be {' or '.join(ORDERS)}, got {self.order!r}.")
+        problems.raise_if_any()
+
+    def make(self, in_channels: int, out_channels: int, *, pool: bool = False, upsample: bool = False) -> nn.Sequential:
+        """[upsample] → 3×3 convolution without bias → norm and activation [→ max-pool]."""
+        layers: list[nn.Module] = [nn.Upsample(scale_factor=2, mode="nearest")] if upsample else []
+        layers.append(nn.Conv2d(in_channels, out_channels, 3, padding=1, bias=False))
+        both = [self.norm.make(out_channels), make_activation(self.activation)]
+        layers += both if self.order == "norm_act" else both[::-1]
+        return nn.Sequential(*layers, *([nn.MaxPool2d(2)] if pool else []))
 
 
 @final
@@ -182,13 +196,10 @@ class Residual(nn.Module):
         return self.scale_norm(x_NCHW + self.branch(x_NCHW))
 
 
-def double_unit(channels: int, *, norm: Norm, activation: str, scale_norm: bool) -> Residual:
+def double_unit(channels: int, unit: Unit, *, scale_norm: bool) -> Residual:
     """The residual block of the "-9" networks: two units, added to their input."""
-    branch = nn.Sequential(
-        conv_norm_act(channels, channels, norm=norm, activation=activation),
-        conv_norm_act(channels, channels, norm=norm, activation=activation),
-    )
-    return Residual(branch, scale_norm=norm.make(channels) if scale_norm else None)
+    branch = nn.Sequential(unit.make(channels, channels), unit.make(channels, channels))
+    return Residual(branch, scale_norm=unit.norm.make(channels) if scale_norm else None)
 
 
 @final
@@ -200,8 +211,8 @@ class ResNet9(nn.Module):
 
     ``groups`` has four slots: conv1–2, res1, conv3–4, res2 (a block's ScaleNorm goes with it). Every reported run had
     one number in all four; a number above a layer's channels is clamped to them, so that 1 is LayerNorm and 2048
-    InstanceNorm. Initial weights are PyTorch's. ``large_images`` is the authors' unused variant for big inputs: six
-    pools instead of three.
+    InstanceNorm. Initial weights are PyTorch's. ``order`` says whether norm or activation follows a convolution.
+    ``large_images`` is the authors' unused variant for big inputs: six pools instead of three.
     """
 
     def __init__(
@@ -212,21 +223,24 @@ class ResNet9(nn.Module):
         groups: Groups = 32,
         norm: str = "group",
         activation: str = "mish",
+        order: Order = "norm_act",
         scale_norm: bool = False,
         large_images: bool = False,
     ) -> None:
         super().__init__()
-        n1, n2, n3, n4 = norm_per_stage(norm, groups, stages=4)
+        norms = norm_per_stage(norm, groups, stages=4)
+        u1, u2, u3, u4 = (Unit(norm=each, activation=activation, order=order) for each in norms)
 
-        def unit(i: int, o: int, norm: Norm, *, pool: bool = True) -> nn.Sequential:
-            return conv_norm_act(i, o, norm=norm, activation=activation, pool=pool)
+        def chain(unit: Unit, *channels: int) -> nn.Sequential:
+            made = [unit.make(i, o, pool=True) for i, o in pairwise(channels)]
+            return made[0] if len(made) == 1 else nn.Sequential(*made)
 
-        self.conv1 = unit(in_channels, 64, n1, pool=large_images)
-        self.conv2 = nn.Sequential(unit(64, 128, n1), unit(128, 128, n1)) if large_images else unit(64, 128, n1)
-        self.res1 = double_unit(128, norm=n2, activation=activation, scale_norm=scale_norm)
-        self.conv3 = unit(128, 128 if large_images else 256, n3)
-        self.conv4 = nn.Sequential(unit(128, 256, n3), unit(256, 256, n3)) if large_images else unit(256, 256, n3)
-        self.res2 = double_unit(256, norm=n4, activation=activation, scale_norm=scale_norm)
+        self.conv1 = u1.make(in_channels, 64, pool=large_images)
+        self.conv2 = chain(u1, 64, 128, 128) if large_images else chain(u1, 64, 128)
+        self.res1 = double_unit(128, u2, scale_norm=scale_norm)
+        self.conv3 = chain(u3, 128, 128 if large_images else 256)
+        self.conv4 = chain(u3, 128, 256, 256) if large_images else chain(u3, 256, 256)
+        self.res2 = double_unit(256, u4, scale_norm=scale_norm)
         self.pool = nn.Sequential(nn.AdaptiveMaxPool2d(2), nn.Flatten())
         self.classifier = nn.Linear(1024, num_classes)
 

@@ -200,7 +200,9 @@ class Scattering(nn.Module):
 
     def _blur(self, x_HW: Tensor, level: int) -> Tensor:
         blur_y, blur_x = self.get_buffer(f"blur_y_{level}"), self.get_buffer(f"blur_x_{level}")
-        return blur_y @ x_HW @ blur_x.mT
+        # The table always on the left: each image is a product of its own. On the right, rows of all images are one
+        # product, which rounds an image by how many come with it.
+        return (blur_x @ (blur_y @ x_HW).mT).mT
 
 
 Standardise = Literal["group", "constants", "none", "whitened"]

@@ -15,11 +15,14 @@ from dpvision.models.initialisation import initialise
 from dpvision.models.layers import SpatialMean
 from dpvision.models.layers import activation as make_activation
 
-ImageSize = int | Sequence[int]
+ImageSize = int | str | Sequence[int]
+"""The side of a square, or height and width; as a text, which a configuration can hold, "48x64"."""
 
 
 def height_width(image_size: ImageSize, *, least: int = 1) -> tuple[int, int]:
     """Both sides of an image: one number means a square."""
+    if isinstance(image_size, str):
+        image_size = [int(side) for side in image_size.split("x") if side.isdecimal()]
     sides = (image_size, image_size) if isinstance(image_size, int) else tuple(image_size)
     if len(sides) != 2 or not all(isinstance(side, int) and side >= least for side in sides):
         raise ArgumentError(
@@ -100,16 +103,20 @@ def shoefit_cifar(
     num_classes: int,
     in_channels: int,
     image_size: ImageSize = 32,
+    hidden: int = 1024,
     activation: str = "relu",
     init: str = "glorot_uniform",
 ) -> nn.Module:
-    """The CIFAR network of Table 2: six convolutions, three pools, 1024 hidden units.
+    """The CIFAR network of Table 2: six convolutions, three pools, ``hidden`` units (1024 in the paper).
 
     The paper's table omits the third pool; its parameter count does not.
     """
+    problems = Problems()
+    problems.count("hidden", hidden)
+    problems.raise_if_any()
     height, width = height_width(image_size, least=8)
     layers = _three_pairs(in_channels, activation)
-    layers += _hidden(128 * (height // 8) * (width // 8), 1024, num_classes, activation)
+    layers += _hidden(128 * (height // 8) * (width // 8), hidden, num_classes, activation)
     return _drawn(layers, init)
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dpvision.errors import ArgumentError, Problems
-from dpvision.models.layers import Norm
-from dpvision.models.resnet import conv_norm_act, double_unit
+from dpvision.models.layers import ORDERS, Norm, Order
+from dpvision.models.resnet import Unit, double_unit
 
 Join = Literal["concat", "add"]
 
@@ -50,6 +50,7 @@ class Segmentation9:
     groups: int = 8
     norm: str = "group"
     activation: str = "mish"
+    order: Order = "norm_act"
     scale_norm: bool = False
     head: Literal["unit", "conv"] = "unit"
     width: int = 64
@@ -57,6 +58,7 @@ class Segmentation9:
     def __post_init__(self) -> None:
         problems = Problems()
         problems.count("width", self.width)
+        problems.require(self.order in ORDERS, f"order must be {' or '.join(ORDERS)}, got {self.order!r}.")
         problems.require(self.head in ("unit", "conv"), f"head must be unit or conv, got {self.head!r}.")
         problems.raise_if_any()
 
@@ -64,21 +66,18 @@ class Segmentation9:
         """The network, its weights drawn from the default generator."""
         return SegmentationNet9(self)
 
-    def make_norm(self) -> Norm:
-        """The norm of every unit."""
-        return Norm(self.norm, self.groups)
-
-    def unit(self, i: int, o: int, *, pool: bool = False, upsample: bool = False) -> nn.Module:
-        """Convolution, norm and activation from ``i`` to ``o`` channels."""
-        return conv_norm_act(i, o, norm=self.make_norm(), activation=self.activation, pool=pool, upsample=upsample)
+    @property
+    def unit(self) -> Unit:
+        """Convolution, norm and activation."""
+        return Unit(norm=Norm(self.norm, self.groups), activation=self.activation, order=self.order)
 
     def residual(self, channels: int) -> nn.Module:
         """Two units, added to their input."""
-        return double_unit(channels, norm=self.make_norm(), activation=self.activation, scale_norm=self.scale_norm)
+        return double_unit(channels, self.unit, scale_norm=self.scale_norm)
 
     def join_norm(self, channels: int) -> nn.Module:
         """ScaleNorm after a join with a long skip, or nothing."""
-        return self.make_norm().make(channels) if self.scale_norm else nn.Identity()
+        return self.unit.norm.make(channels) if self.scale_norm else nn.Identity()
 
 
 @final
@@ -91,7 +90,7 @@ class SegmentationNet9(nn.Module):
 
     def __init__(self, options: Segmentation9) -> None:
         super().__init__()
-        w, unit, residual, join_norm = options.width, options.unit, options.residual, options.join_norm
+        w, unit, residual, join_norm = options.width, options.unit.make, options.residual, options.join_norm
         # Channels after the joins: UNet keeps both halves, LinkNet adds them.
         deep, shallow = (8 * w, 4 * w) if options.join == "concat" else (4 * w, 2 * w)
         self.join = options.join
@@ -108,10 +107,8 @@ class SegmentationNet9(nn.Module):
         self.res4 = residual(shallow)
         self.up1 = unit(shallow, shallow // 2, upsample=True)
         # The number of classes need not be a multiple of the groups.
-        norm = replace(options.make_norm(), rule="gcd")
-        self.head: nn.Module = conv_norm_act(
-            shallow // 2, options.num_classes, norm=norm, activation=options.activation
-        )
+        last = replace(options.unit, norm=replace(options.unit.norm, rule="gcd"))
+        self.head: nn.Module = last.make(shallow // 2, options.num_classes)
         if options.head == "conv":
             self.head = nn.Conv2d(shallow // 2, options.num_classes, 1)
 

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from dpvision.errors import Problems
 from dpvision.models.initialisation import truncated_normal, truncated_normal_
-from dpvision.models.layers import Norm, SamePad2d, ScalarGain, SpatialMean, WSConv2d
+from dpvision.models.layers import ORDERS, Norm, Order, SamePad2d, ScalarGain, SpatialMean, WSConv2d
 from dpvision.models.layers import activation as make_activation
 
 Layout = Literal["de", "plain"]
-Order = Literal["act_norm", "norm_act"]
-ORDERS = ("act_norm", "norm_act")
 
 
 @final

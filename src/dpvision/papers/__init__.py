@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from functools import cache
+from pathlib import Path
 
 from dpvision.errors import ArgumentError
 from dpvision.papers.making_the_shoe_fit import shoefit_cifar_recipes, shoefit_recipes
@@ -28,6 +29,7 @@ __all__ = [
     "all_recipes",
     "find_recipe",
     "place_data",
+    "published_results",
     "quick_config",
 ]
 
@@ -64,3 +66,24 @@ def find_recipe(name: str) -> Recipe:
         hint = f"Did you mean {' or '.join(close)}?" if close else "`dpvision recipes` lists them."
         raise ArgumentError(f"recipe must be the name of a recipe, got {name!r}. {hint}")
     return recipes[name]
+
+
+def published_results(dataset: str) -> list[tuple[str, float, float]]:
+    """Return what the papers report on a dataset, for charts beside own results.
+
+    Args:
+        dataset: Name of a data source, such as ``fashionmnist``.
+
+    Returns:
+        (citation, epsilon, accuracy from 0 to 1) of every private classification result in the recipes, by epsilon.
+    """
+    found = {
+        (recipe.source, recipe.config.privacy.target_epsilon, recipe.accuracy / 100)
+        for recipe in all_recipes()
+        if recipe.accuracy is not None
+        and recipe.config.privacy.enabled
+        and recipe.config.privacy.target_epsilon is not None
+        and recipe.config.task == "classification"
+        and Path(recipe.config.data.source).name == dataset
+    }
+    return sorted(found, key=lambda result: (result[1], result[0], result[2]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from dpvision.config import RunConfig
@@ -24,6 +24,8 @@ class Recipe:
         summary: Dataset, model and what is special, in one line.
         accuracy: The source's accuracy (or Dice × 100) in percent.
         figure: In words, what that number is, or why there is none.
+        top5: The source's top-5 accuracy in percent.
+        also: Other values that the source prints for the same setting, by name, such as mean, std or best.
         ours: What we reached, with its n.
         differs: What is not as in the source, and what the source leaves open.
         needs: What must be available that cannot be downloaded, in one line.
@@ -37,6 +39,8 @@ class Recipe:
     summary: str
     accuracy: float | None = None
     figure: str = ""
+    top5: float | None = None
+    also: Mapping[str, float] = field(default_factory=dict[str, float])
     ours: str = NOT_RUN
     differs: tuple[str, ...] = ()
     needs: str | None = None
@@ -61,7 +65,14 @@ class Recipe:
             return self.figure or "no result"
         epsilon = self.config.privacy.target_epsilon
         where = "without privacy" if not self.config.privacy.enabled else f"at epsilon {epsilon:g}" if epsilon else ""
-        return f"{self.accuracy:g} % {where}{f' ({self.figure})' if self.figure else ''}".replace("  ", " ")
+        top5 = [] if self.top5 is None else [f"top-5 {self.top5:g}"]
+        words = [
+            *([self.figure] if self.figure else []),
+            *top5,
+            *(f"{name} {value:g}" for name, value in self.also.items()),
+        ]
+        end = f" ({'; '.join(words)})" if words else ""
+        return f"{self.accuracy:g} % {where}{end}".replace("  ", " ").rstrip()
 
     def at(self, scale: str) -> RunConfig:
         """Return the configuration at a scale. No forecast refuses it: a recipe is a decision that was made before.
@@ -100,6 +111,8 @@ class Recipe:
             "command": self.command,
             "paper": self.paper,
             "paper_accuracy": self.accuracy,
+            "paper_top5": self.top5,
+            "paper_also": dict(self.also),
             "ours": self.ours,
             "differs": list(self.differs),
             "needs": self.needs,

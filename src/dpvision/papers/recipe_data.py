@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import math
 import random
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,7 +91,7 @@ def make_split(*, data_dir: Path | None = None) -> Path:
     tests = np.isin(patients, sorted(set(patients.tolist()), key=int)[1::_EVERY])
     arrays: dict[str, Any] = {}
     for start, rows in (("", ~tests), ("test_", tests)):
-        arrays[f"{start}images"] = store.images.numpy()[rows]
+        arrays[f"{start}images"] = store.images[:].numpy()[rows]
         arrays[f"{start}masks"] = store.labels.numpy()[rows]
         arrays[f"{start}volume"] = patients[rows]
     return write_npz(path, arrays, compressed=True)
@@ -121,22 +122,29 @@ class Subset:
         """Number of training images: 500 per class."""
         return 500 * self.classes
 
-    def chosen(self) -> list[int]:
-        """Return the classes in the order in which they were drawn. The choice is public."""
-        return random.Random(_SEED).sample(range(100), self.classes)  # noqa: S311
+    def chosen(self, draw: int = 1) -> list[int]:
+        """Return the classes of a draw, in the order in which they were drawn. The choice is public."""
+        return random.Random(_SEED + draw - 1).sample(range(100), self.classes)  # noqa: S311
 
 
 SUBSETS: Final = {"min10": Subset(10, 10), "half50": Subset(50, 10)}
 
 
-def subset_source(kind: str) -> str:
-    """Return the source name of a subset in configurations; ``make_subset`` writes its file."""
-    return f"cifar100-{kind}.npz"
+def subset_source(kind: str, draw: int = 1) -> str:
+    """Return the source name of a draw of classes in configurations; ``make_subset`` writes its file."""
+    return f"cifar100-{kind}{'' if draw == 1 else f'-draw{draw}'}.npz"
 
 
-def subset_sources() -> dict[str, Subset]:
-    """Return the subsets by source name."""
-    return {subset_source(kind): subset for kind, subset in SUBSETS.items()}
+def subset_of(source: str) -> tuple[str, int] | None:
+    """Return the kind and the draw of a source name from ``subset_source``; None for other sources."""
+    found = re.fullmatch(rf"cifar100-({'|'.join(SUBSETS)})(?:-draw([1-9][0-9]{{0,3}}))?\.npz", source)
+    return None if found is None else (found[1], int(found[2] or 1))
+
+
+def with_draw(config: RunConfig, draw: int) -> RunConfig:
+    """Return the configuration on another draw of its classes, if its data is such a draw."""
+    found = subset_of(config.data.source)
+    return config if found is None else changed(config, data={"source": subset_source(found[0], draw)})
 
 
 def make_subset(source: str, *, data_dir: Path | None = None) -> Path:
@@ -149,7 +157,10 @@ def make_subset(source: str, *, data_dir: Path | None = None) -> Path:
     Returns:
         Path of the .npz file.
     """
-    subset = subset_sources()[source]
+    found = subset_of(source)
+    if found is None:
+        raise ArgumentError(f"there is no part of CIFAR-100 that is called {source!r}.")
+    classes, labels = SUBSETS[found[0]].chosen(found[1]), SUBSETS[found[0]].labels
     path = cache_folder() / "subsets" / source
     if path.exists():
         return path
@@ -157,17 +168,17 @@ def make_subset(source: str, *, data_dir: Path | None = None) -> Path:
     arrays = {}
     for name, store in (("train", splits.train), ("test", splits.test)):
         if store is not None:
-            arrays[f"x_{name}"], arrays[f"y_{name}"] = _part(store, subset)
+            arrays[f"x_{name}"], arrays[f"y_{name}"] = _part(store, classes, labels)
     return write_npz(path, arrays)
 
 
-def _part(store: ImageStore, subset: Subset) -> tuple[np.ndarray, np.ndarray]:
+def _part(store: ImageStore, classes: list[int], labels: int) -> tuple[np.ndarray, np.ndarray]:
     number = np.full(100, -1)
-    for place, label in enumerate(subset.chosen()):
-        number[label] = place % subset.labels
-    labels = number[store.labels.numpy()]
-    kept = labels >= 0
-    return store.images.numpy()[kept], labels[kept]
+    for place, label in enumerate(classes):
+        number[label] = place % labels
+    merged = number[store.labels.numpy()]
+    kept = merged >= 0
+    return store.images[:].numpy()[kept], merged[kept]
 
 
 DELTA: Final = 1e-5
@@ -269,7 +280,10 @@ IMAGENET: Final = _in_folder(
     note=" (ILSVRC2012; the source keeps 10,000 training images aside)",
 )
 PLACES: Final = _in_folder(_known("places365", "places365", 1_803_460, 224, 3, 365))
-ALL: Final = (MNIST, FASHION, CIFAR10, CIFAR100, IMAGENETTE, TINY, IMAGENET, PLACES)
+IMAGENET32: Final = replace(
+    _known("imagenet32", "imagenet32", 1_281_167, 32, 3, 1_000), needs="a folder imagenet32 of downsampled ImageNet"
+)
+ALL: Final = (MNIST, FASHION, CIFAR10, CIFAR100, IMAGENETTE, TINY, IMAGENET, IMAGENET32, PLACES)
 
 
 def dataset_of(config: RunConfig) -> Dataset | None:
@@ -343,7 +357,7 @@ def place_data(config: RunConfig) -> RunConfig:
     if source in dataset_names() or Path(source).exists():
         return config
     data_dir = None if config.data.data_dir is None else Path(config.data.data_dir)
-    if source in subset_sources():
+    if subset_of(source) is not None:
         return changed(config, data={"source": str(make_subset(source, data_dir=data_dir))})
     if source == SMALL:
         place = str(make_split(data_dir=data_dir))

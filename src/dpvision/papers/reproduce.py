@@ -1,7 +1,8 @@
 """Run the rows of a table, one after the other, and write the results beside the paper's.
 
-Everything is in one folder: ``runs/RECIPE/REPEAT`` and ``table.json``, ``table.md``, ``table.svg``. An interrupted job
-continues where it stopped. Every run is a release of its own; ``table_cost`` composes what all of them spend.
+Everything is in one folder: ``runs/RECIPE/REPEAT`` and ``table.json``, ``table.md``, ``table.svg``, and where the paper
+has a figure ``figure.png``, ``.svg``, ``.csv`` and ``.json``. An interrupted job continues where it stopped. Every run
+is a release of its own; ``table_cost`` composes what all of them spend.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, final
 
-from dpvision.config import RunConfig, parse_config
+from dpvision.analyze.figures import write_chart
+from dpvision.config import RunConfig, parse_config, required
 from dpvision.errors import ArgumentError, DPVisionError, Problems, TamperError
 from dpvision.papers import find_recipe
 from dpvision.papers.quick import MEANS_NOTHING, quick_config
 from dpvision.papers.recipe import Recipe, changed
-from dpvision.papers.recipe_data import place_data
+from dpvision.papers.recipe_data import place_data, with_draw
 from dpvision.papers.table_cost import read_bills, released_together
+from dpvision.papers.table_figures import table_chart
 from dpvision.papers.table_page import draw_table, markdown
 from dpvision.papers.tables import Row, Table
 from dpvision.release.composition import Bill, composed
@@ -28,6 +31,16 @@ from dpvision.release.verify import verify
 from dpvision.storage.files import disk_errors, parse_object, read_file, write_atomically
 from dpvision.storage.run_folder import CERTIFICATE, METRICS, RunFolder
 from dpvision.training import RunCallback, resume_training, train
+
+
+@final
+@dataclass(frozen=True)
+class CurvePoint:
+    """Accuracy in percent during training. ``epsilon`` is None without privacy."""
+
+    epochs: float
+    epsilon: float | None
+    accuracy: float
 
 
 @final
@@ -40,6 +53,7 @@ class RunResult:
     accuracy: float
     top5: float | None
     certificate: dict[str, Any]
+    curve: tuple[CurvePoint, ...] = ()
 
     @property
     def epsilon(self) -> float | None:
@@ -111,6 +125,18 @@ class RowResult:
         return max(self.accuracies, default=None)
 
     @property
+    def top5(self) -> float | None:
+        """Median top-5 accuracy in percent; None where it means nothing."""
+        found = [run.top5 for run in self.runs if run.top5 is not None]
+        return statistics.median(found) if found else None
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """Noise of the first run, which is that of all; None without privacy."""
+        mechanism = self.runs[0].certificate.get("mechanism") if self.runs else None
+        return None if mechanism is None else mechanism["noise_multiplier"]
+
+    @property
     def epsilon(self) -> float | None:
         """Largest epsilon of the single runs; None without privacy."""
         return max((run.epsilon for run in self.runs if run.epsilon is not None), default=None)
@@ -123,6 +149,7 @@ class RowResult:
             "label": self.row.label,
             "command": recipe.command,
             "paper": recipe.accuracy,
+            "paper_top5": recipe.top5,
             "paper_words": recipe.paper,
             "epsilon": self.epsilon,
             "n": len(self.runs),
@@ -130,6 +157,7 @@ class RowResult:
             "mean": self.mean,
             "std": self.std,
             "best": self.best,
+            "top5": self.top5,
             "together": composed(self.bills) if self.bills else None,
             "runs": [run.to_dict() for run in self.runs],
             "failed": [failure.to_dict() for failure in self.failures],
@@ -168,19 +196,32 @@ def read_result(run: Path, *, repeat: int) -> RunResult:
     found = verify(run)
     if not found.ok:
         raise TamperError(f"{run} is not in order: {found.problems[0]}")
-    release = RunFolder.open(run).release
-    final_metrics = _read(release / METRICS).get("final", {})
+    folder = RunFolder.open(run)
+    release, plan = folder.release, parse_config(folder.read_config()).privacy
+    metrics = _read(release / METRICS)
+    final_metrics = metrics.get("final", {})
     share = final_metrics.get("dice", final_metrics.get("accuracy"))
     if not isinstance(share, float):
         raise DPVisionError(f"{run} has no accuracy and no Dice in its {METRICS}.")
     top5 = final_metrics.get("top5")
+    rate = required(plan.expected_batch_size, "expected_batch_size") / required(plan.num_units, "num_units")
+    curve = tuple(
+        CurvePoint(rate * point["step"], point["epsilon"] if plan.enabled else None, 100 * _share_of(point))
+        for point in metrics.get("curve", ())
+    )
     return RunResult(
         repeat=repeat,
         run=str(run),
         accuracy=100 * share,
         top5=None if top5 is None else 100 * top5,
         certificate=_read(release / CERTIFICATE),
+        curve=curve,
     )
+
+
+def _share_of(metrics: dict[str, Any]) -> float:
+    """Return accuracy, or for masks the mean Dice, as a share."""
+    return metrics["dice"] if "dice" in metrics else metrics["accuracy"]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -202,6 +243,8 @@ class Job:
         scale: ``paper``, ``cpu`` (reduced versions) or ``quick`` (smoke test on synthetic images).
         repeats: Runs per row, at least 1.
         rows: Names or patterns of rows; empty means all.
+        own_sources: Whether each repeat starts from a run of the earlier recipe of its own, on its own draw of classes
+            where its data is such a draw; otherwise one run gives its weights to all rows and repeats.
         device: ``cpu`` or ``cuda``.
 
     Raises:
@@ -213,6 +256,7 @@ class Job:
     scale: str = "paper"
     repeats: int = 1
     rows: tuple[str, ...] = ()
+    own_sources: bool = False
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -231,11 +275,15 @@ class Job:
             return changed(recipe.config, name=f"{recipe.name}-quick")
         return recipe.at(self.scale)
 
-    def config(self, recipe: Recipe) -> RunConfig:
+    def config(self, recipe: Recipe, repeat: int = 1) -> RunConfig:
         """Return the configuration at this scale with the paths of its data."""
         if self.scale == "quick":
             return quick_config(recipe.config, self.folder.resolve() / "made-up")
-        return place_data(self.asked(recipe))
+        return place_data(with_draw(self.asked(recipe), repeat if self.own_sources else 1))
+
+    def source_of(self, repeat: int) -> int:
+        """Return the number of the run that gives its weights to that repeat."""
+        return repeat if self.own_sources else 1
 
 
 @final
@@ -267,6 +315,7 @@ class Report:
             "scale": job.scale,
             "smoke_test": MEANS_NOTHING if job.scale == "quick" else None,
             "repeats": job.repeats,
+            "own_sources": job.own_sources,
             "interrupted": self.interrupted,
             "rows": [result.to_dict() for result in self.results],
             "sources": [run.to_dict() for run in self.sources],
@@ -280,7 +329,7 @@ class _Progress:
 
     runs: dict[str, list[RunResult]] = field(default_factory=dict)
     failures: dict[str, list[Failure]] = field(default_factory=dict)
-    sources: dict[str, RunResult] = field(default_factory=dict)
+    sources: dict[tuple[str, int], RunResult] = field(default_factory=dict)
 
 
 class _Stopped(Exception):
@@ -345,10 +394,11 @@ def _run_row(job: Job, row: Row, repeat: int, progress: _Progress, callback: Run
     """Run a row once and record its result, or why there is none."""
     started = time.monotonic()
     try:
-        if row.recipe.after is not None and row.recipe.after not in progress.sources:
+        source_run = (row.recipe.after or "", job.source_of(repeat))
+        if row.recipe.after is not None and source_run not in progress.sources:
             source = find_recipe(row.recipe.after)
             _require_same(job, source)
-            progress.sources[source.name] = _result_of(job, source, 1, callback)
+            progress.sources[source_run] = _result_of(job, source, job.source_of(repeat), callback)
         result = _result_of(job, row.recipe, repeat, callback)
     except (DPVisionError, RuntimeError, MemoryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -366,9 +416,9 @@ def _result_of(job: Job, recipe: Recipe, repeat: int, callback: RunCallback) -> 
     if is_begun(run):
         _finish(run, lambda: resume_training(run, device=job.device, callback=callback))
     else:
-        config = job.config(recipe)
+        config = job.config(recipe, repeat)
         if recipe.after is not None and config.transfer is not None:
-            source = job.run_folder(find_recipe(recipe.after), 1).resolve()  # one run for all rows and repeats
+            source = job.run_folder(find_recipe(recipe.after), job.source_of(repeat)).resolve()
             config = changed(config, transfer={"weights": str(source)})
         _note_asked(job, recipe)
         # A smoke test must never pass for a release: a seed set by hand stamps it.
@@ -408,7 +458,7 @@ def _report(job: Job, rows: tuple[Row, ...], progress: _Progress, *, interrupted
         )
         for row in rows
     )
-    sources = tuple(run for name, run in progress.sources.items() if name not in {row.name for row in rows})
+    sources = tuple(run for (name, _), run in progress.sources.items() if name not in {row.name for row in rows})
     return Report(job=job, results=results, sources=sources, bills=bills, interrupted=interrupted)
 
 
@@ -422,5 +472,8 @@ def _write(report: Report, *, chart: bool) -> Report:
     with disk_errors(f"write the table into {folder}"):
         for name, content in contents.items():
             write_atomically(folder / name, content)
-    written = tuple(folder / name for name in contents)
-    return replace(report, written=written)
+    written = [folder / name for name in contents]
+    figure = table_chart(report.job.table, report.results) if chart else None
+    if figure is not None:
+        written += write_chart(folder, figure, stamps=[values["smoke_test"]] if values["smoke_test"] else ())
+    return replace(report, written=tuple(written))

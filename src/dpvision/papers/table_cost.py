@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpvision.papers.recipe_data import subset_sources
+from dpvision.papers.recipe_data import subset_of
 from dpvision.release.composition import Bill, composed, read_bill
 from dpvision.release.statements import HAND_SEEDED_STAMPS, NO_PRIVACY
 
@@ -37,7 +37,7 @@ def read_bills(folder: Path, *, smoke_test: bool = False) -> tuple[Bill, ...]:
 
 def _dataset_name(source: str | None) -> str | None:
     """Return the name of the dataset; parts of CIFAR-100 are CIFAR-100."""
-    return "cifar100" if source in subset_sources() else source
+    return "cifar100" if source is not None and subset_of(source) is not None else source
 
 
 def released_together(bills: Sequence[Bill]) -> dict[str, Any]:

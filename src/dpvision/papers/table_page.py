@@ -120,7 +120,9 @@ def markdown(values: Mapping[str, Any]) -> str:
 
 def table_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the lines of the table itself."""
-    columns = ("row", "epsilon", "paper, %", "median", "mean ± std", "best", "n")
+    columns = ["row", "epsilon", "paper, %", "median", "mean ± std", "best", "n"]
+    top5 = any(row["paper_top5"] is not None for row in rows)
+    columns += ["paper, top-5", "median, top-5"] if top5 else []
     cells_of = []
     for row in rows:
         if row["n"] == 0 and row["failed"]:
@@ -128,7 +130,8 @@ def table_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
         else:
             cells = [_number(row["median"]), _mean(row), _number(row["best"])]
         first = [f"{row['label']}{_mark(row)}", _epsilon(row["epsilon"]), _number(row["paper"], digits=4)]
-        cells_of.append([*first, *cells, str(row["n"]), _together(row)])
+        more = [_number(row["paper_top5"], digits=4), _number(row["top5"])] if top5 else []
+        cells_of.append([*first, *cells, str(row["n"]), *more, _together(row)])
     yield from markdown_table((*columns, "epsilon of all its runs by themselves"), cells_of)
 
 
@@ -164,6 +167,8 @@ def _notes(values: Mapping[str, Any]) -> Iterator[str]:
     ours = "Ours: accuracy (Dice for masks) on the public test set after the last step, in percent."
     yield f"Scale: {scale[values['scale']]}. {ours}"
     yield "The standard deviation is the sample's; the best of several runs was chosen by a look at the test set."
+    if values["own_sources"]:
+        yield "Each repeat has initial weights of its own, so the spread includes that of pre-training."
     yield ""
     yield from release_lines(values)
     yield ""
@@ -205,7 +210,8 @@ def stamp_lines(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _commands(values: Mapping[str, Any]) -> Iterator[str]:
-    yield f"dpvision reproduce {values['table']} --scale {values['scale']} --repeats {values['repeats']}"
+    own = " --own-sources" if values["own_sources"] else ""
+    yield f"dpvision reproduce {values['table']} --scale {values['scale']} --repeats {values['repeats']}{own}"
     end = {"cpu": " --scale cpu", "paper": "", "quick": " --quick"}[values["scale"]]
     for row in values["rows"]:
         yield f"{row['command']}{end}"

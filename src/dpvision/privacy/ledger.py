@@ -7,6 +7,10 @@ another head, which is why checkpoints and certificates keep the head and the le
 
 Each time a run writes its release, it appends a ``release`` entry with the hashes of what it releases. Format 1 had no
 such entry; a ledger keeps the format that it was created with.
+
+A hyper-parameter search has a ledger of its own, whose header names a ``price``. It holds one ``trial`` entry for all
+releases that a trial may make, written before the trial starts (price ``composition``), or one ``selection`` entry for
+the whole search (price ``best_of``), and no other charges.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Annotated, Any, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -29,6 +33,8 @@ from dpvision.storage.files import disk_errors, synced, write_atomically
 FORMAT = 2
 FIRST_FORMAT, COMMITTING_FORMAT = 1, 2
 MOST_KINDS = 24  # of charges: composing takes a while for each, and no run has more than a few
+MOST_SEARCH_KINDS = 512  # in the ledger of a search, whose trials may each have a noise of their own
+MOST_RELEASES = 2**40  # of one kind in one trial: counts stay exact when they are added up
 TRAINING = "training step"
 _FIRST_PREV = "0" * 64
 _HASHED_LINE = re.compile(rb'\{"hash":"([0-9a-f]{64})",(.*)', re.DOTALL)
@@ -88,13 +94,42 @@ class _Release(_Payload):
     data_sha256: _Digest
 
 
+class _Planned(_Payload):
+    """A kind of release of a trial, and how often it may be made."""
+
+    sample_rate: float
+    noise_multiplier: float
+    purpose: _Text
+    count: Annotated[int, Field(ge=1, le=MOST_RELEASES)]
+
+
+class _Trial(_Payload):
+    """Everything that one trial of a search, or its final run, may release."""
+
+    trial: _Whole
+    attempt: _Whole
+    role: Literal["trial", "final"]
+    releases: Annotated[list[_Planned], Field(min_length=1)]
+
+
+class _Selection(_Payload):
+    """What releasing only the best of a random number of trials costs: the most of one trial, and the distribution."""
+
+    stopping: Literal["logarithmic", "geometric", "poisson"]
+    mean_trials: Annotated[float, Field(ge=1)]
+    releases: Annotated[list[_Planned], Field(min_length=1)]
+
+
 _KINDS: dict[str, type[_Payload]] = {
     "header": _Header,
     "charge": _Charge,
     "declare": _Declaration,
     "fork": _Fork,
     "release": _Release,
+    "trial": _Trial,
+    "selection": _Selection,
 }
+_OF_SEARCHES = frozenset({"trial", "selection"})
 
 
 @final
@@ -104,7 +139,7 @@ class Entry:
 
     Attributes:
         seq: its number, from zero.
-        kind: "header", "charge", "declare", "fork" or "release".
+        kind: "header", "charge", "declare", "fork" or "release"; in a search also "trial" or "selection".
         payload: its content.
         prev: hash of the line before.
         hash: its own hash.
@@ -133,6 +168,8 @@ class _Book:
         self._charged: dict[tuple[int, str], dict[int, Event]] = {}
         self._events: dict[tuple[object, ...], Event] = {}
         self._counts: dict[Event, int] = {}
+        self._trials: dict[tuple[int, int], Payload] = {}
+        self._selected = False
 
     def admit(self, kind: str, payload: Payload) -> None:
         """Take the entry in, or raise ``_RuleBroken``."""
@@ -150,6 +187,8 @@ class _Book:
             self.released = payload
         elif kind == "charge":
             self._admit_charge(payload)
+        elif kind in _OF_SEARCHES:
+            self._admit_planned(kind, payload)
         elif kind == "declare":
             self.declared.append(payload)
         else:
@@ -160,6 +199,7 @@ class _Book:
     def _admit_charge(self, payload: Payload) -> None:
         """Take a charge in: of the present fork, with the next number of its purpose."""
         _require(self.header is not None and self.header["delta"] is not None, "without privacy nothing is charged")
+        _require("price" not in (self.header or {}), "a search charges whole trials")
         fork, step, purpose = payload["fork"], payload["step"], payload["purpose"]
         _require(fork == len(self.forks), f"fork must be {len(self.forks)}, got {fork}")
         event = self._event(payload)
@@ -173,6 +213,26 @@ class _Book:
         _require(step in allowed, f"the next {purpose} of fork {fork} must be number {wanted}, got {step}")
         steps[step] = event
         self._counts[event] = self._counts.get(event, 0) + 1
+
+    def _admit_planned(self, kind: str, payload: Payload) -> None:
+        """Take in what a trial, or a whole search, may release."""
+        header = self.header or {}
+        wanted = {"trial": "composition", "selection": "best_of"}[kind]
+        _require(header["delta"] is not None, "without privacy nothing is charged")
+        _require(header.get("price") == wanted, f"a {kind} is for a search whose price is {wanted}")
+        if kind == "trial":
+            number, attempt = payload["trial"], payload["attempt"]
+            _require((number, attempt) not in self._trials, f"trial {number} was charged before")
+            _require(attempt == 0 or (number, attempt - 1) in self._trials, f"attempt {attempt} follows no other")
+            self._trials[number, attempt] = payload
+        else:
+            _require(not self._selected, "the search was charged before")
+            self._selected = True
+        for release in payload["releases"]:
+            event = self._event(release)
+            known = event in self._counts or len(self._counts) < MOST_SEARCH_KINDS
+            _require(known, f"more than {MOST_SEARCH_KINDS} kinds of releases are charged")
+            self._counts[event] = self._counts.get(event, 0) + release["count"]
 
     def _event(self, payload: Payload) -> Event:
         rate, noise, purpose = payload["sample_rate"], payload["noise_multiplier"], payload["purpose"]
@@ -325,10 +385,48 @@ class Ledger:
             ArgumentError: another kind, or fields that break a rule.
         """
         self._require_whole()
-        if kind in ("header", "charge"):
+        if kind in ("header", "charge", *_OF_SEARCHES):
             raise ArgumentError(f"a {kind} must be recorded with Ledger.create or Ledger.charge, not Ledger.note.")
         if not self._book.has_note(kind, payload):
             self._append(kind, payload)
+
+    def charge_trial(
+        self, releases: Sequence[tuple[Event, int]], *, trial: int, attempt: int = 0, final_run: bool = False
+    ) -> None:
+        """Write everything that a trial of a search may release, before the trial starts.
+
+        Args:
+            releases: every kind of release of the trial and the most often that it is made.
+            trial: the number of the trial.
+            attempt: 0, or one more than the last: a trial that could not be continued and starts again.
+            final_run: whether it is the run with the chosen settings.
+
+        Raises:
+            ArgumentError: the ledger is not that of a search by composition, or this attempt was charged before.
+
+        Guarantee: on disk when this returns. Nothing is taken back: what a trial does not use is over-counted.
+        """
+        self._require_whole()
+        role = "final" if final_run else "trial"
+        payload = {"trial": trial, "attempt": attempt, "role": role, "releases": release_list(releases)}
+        self._append("trial", payload)
+
+    def charge_selection(self, releases: Sequence[tuple[Event, int]], *, stopping: str, mean_trials: float) -> None:
+        """Write what releasing only the best of a random number of trials costs, before the first one starts.
+
+        Args:
+            releases: every kind of release of one trial and the most often that it is made.
+            stopping: the distribution of the number of trials.
+            mean_trials: its mean.
+
+        Raises:
+            ArgumentError: the ledger is not that of such a search, or it was charged before.
+
+        Guarantee: on disk when this returns.
+        """
+        self._require_whole()
+        payload = {"stopping": stopping, "mean_trials": float(mean_trials), "releases": release_list(releases)}
+        self._append("selection", payload)
 
     def commit_release(self, *, weights_sha256: str, config_sha256: str, data: Mapping[str, Any]) -> None:
         """Append the hashes of what is about to be released; the certificate is built after this.
@@ -495,6 +593,30 @@ def _charge_payload(event: Event, *, step: int, fork: int) -> Payload:
     return {"fork": fork, "step": step, "sample_rate": rate, "noise_multiplier": noise, "purpose": event.purpose}
 
 
+def release_list(releases: Sequence[tuple[Event, int]]) -> list[Payload]:
+    """Return releases as plain values; ``planned_releases`` reads them back."""
+    return [
+        {
+            "sample_rate": float(event.sample_rate),
+            "noise_multiplier": float(event.noise_multiplier),
+            "purpose": event.purpose,
+            "count": count,
+        }
+        for event, count in releases
+    ]
+
+
+def planned_releases(payload: Mapping[str, Any]) -> tuple[tuple[Event, int], ...]:
+    """Return the releases that a ``trial`` or ``selection`` entry covers, and how often each may be made."""
+    return tuple(
+        (
+            Event(sample_rate=each["sample_rate"], noise_multiplier=each["noise_multiplier"], purpose=each["purpose"]),
+            each["count"],
+        )
+        for each in payload["releases"]
+    )
+
+
 def _make_entry(seq: int, kind: str, payload: Payload, prev: str) -> tuple[Entry, bytes]:
     """Return an entry and its line."""
     body = _ENCODER.encode({"seq": seq, "kind": kind, "payload": payload, "prev": prev}).encode()
@@ -514,7 +636,7 @@ def _refuse_misuse(book: _Book, kind: str, payload: Payload) -> None:
 def _append_line(descriptor: int, line: bytes, *, path: Path, expected_size: int) -> None:
     size = os.fstat(descriptor).st_size
     if size != expected_size:
-        raise TamperError(f"{path} has {size} bytes instead of {expected_size}: somebody else changed it.")
+        raise TamperError(f"{path} has {size} bytes instead of {expected_size}: another process changed it.")
     written = os.write(descriptor, line)
     if written != len(line):
         raise PrivacyError(f"can't write {path}: only {written} of {len(line)} bytes went in. Free some space.")

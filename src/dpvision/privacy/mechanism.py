@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, Context
 from typing import Any, Literal, final
 
-from dpvision.errors import ArgumentError, Problems
+from dpvision.errors import ArgumentError, Problems, brief
 
 
 def rounded_up(value: float, *, digits: int = 4) -> str:
@@ -119,7 +119,12 @@ class Mechanism:
         problems.positive("clip_norm", self.clip_norm)
         problems.positive("noise_multiplier", self.noise_multiplier)
         problems.count("steps", self.steps)
-        problems.require(bool(self.privacy_unit), "privacy_unit must name what is protected, got an empty text.")
+        named = type(self.privacy_unit) is str and bool(self.privacy_unit)
+        problems.require(named, f"privacy_unit must name what is protected, got {brief(self.privacy_unit)!r}.")
+        if self.delta is not None:
+            problems.probability("delta", self.delta)
+        if self.target_epsilon is not None:
+            problems.positive("target_epsilon", self.target_epsilon)
         problems.require(
             self.adjacency in ADJACENCIES, f"adjacency must be one of {', '.join(ADJACENCIES)}, got {self.adjacency!r}."
         )
@@ -256,10 +261,12 @@ def _check_sampling(problems: Problems, plan: Mechanism | OrdinarySampling) -> N
     """Note what is wrong with the number of units and the expected batch."""
     problems.count("num_units", plan.num_units)
     problems.positive("expected_batch_size", plan.expected_batch_size)
+    batch, units = plan.expected_batch_size, plan.num_units
+    numbers = type(batch) in (int, float) and type(units) in (int, float)
     problems.require(
-        not plan.expected_batch_size > plan.num_units,
-        f"sample_rate must be <= 1, got {plan.expected_batch_size} / {plan.num_units} "
-        f"(expected_batch_size={plan.expected_batch_size}, num_units={plan.num_units}). Lower expected_batch_size.",
+        not (numbers and batch > units),
+        f"sample_rate must be <= 1, got {brief(batch)} / {brief(units)} "
+        f"(expected_batch_size={brief(batch)}, num_units={brief(units)}). Lower expected_batch_size.",
     )
 
 

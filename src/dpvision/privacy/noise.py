@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -169,7 +170,9 @@ class Grid:
         return Grid(spacing=spacing, noise_stddev=mechanism.noise_multiplier * sensitivity)
 
 
-def noisy_mean(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int) -> PrivateGrad:
+def noisy_mean(
+    clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: int, sizes: Mapping[str, int] | None = None
+) -> PrivateGrad:
     """Release the noisy mean gradient of one step: ``(sum + noise) / divisor``, noise drawn once, for the sum.
 
     Args:
@@ -178,6 +181,7 @@ def noisy_mean(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: i
         keys: the keys of the run. Never call this twice with the same keys and step for different sums: the noise
             would be the same, and the difference of the releases would be exact.
         step: the index of the step, from zero.
+        sizes: numbers of every parameter of the model, where ``clipped`` is the sum of some ``noise_groups`` of them.
 
     Returns:
         The noisy mean, in the dtypes of the sums.
@@ -198,17 +202,26 @@ def noisy_mean(clipped: ClippedSum, mechanism: Mechanism, keys: Keys, *, step: i
     order of the parameters. Other names or sizes drawn together get other noise.
     """
     _require_sound(clipped, mechanism, step)
-    grid = Grid.for_mechanism(mechanism, coordinates=sum(each.numel() for each in clipped.gradients.values()))
+    sizes = {name: each.numel() for name, each in clipped.gradients.items()} if sizes is None else sizes
+    grid = Grid.for_mechanism(mechanism, coordinates=sum(sizes.values()))
     sums = clipped.take()
     gradients: dict[str, Tensor] = {}
-    for names in groups_by_size({name: sums[name].numel() for name in sorted(sums)}, most=_TOGETHER):
+    groups = noise_groups(sizes)
+    for names in groups:
+        if names[0] not in sums:
+            continue  # another process has it
         # One set after the other leaves: a large model's sums and means don't lie side by side.
         some = {name: sums.pop(name) for name in names}
-        noise = _Noise(keys, step, some, ahead=not sums and not gradients)
+        noise = _Noise(keys, step, some, ahead=len(groups) == 1)
         rows = {name: kernels.row_of(each, copy=not clipped.disposable) for name, each in some.items()}
         _release_in_place(rows, noise, grid, divisor=mechanism.divisor)
         gradients |= {name: row.to(some[name]) for name, row in rows.items()}
     return PrivateGrad(gradients, step, proof=PROOF_OF_NOISE)
+
+
+def noise_groups(sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Return which parameters get their noise from one draw, by name; ``sizes`` are their numbers."""
+    return list(groups_by_size(dict(sorted(sizes.items())), most=_TOGETHER))
 
 
 def steps_per_draw(numbers: int) -> int:

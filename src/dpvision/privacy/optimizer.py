@@ -77,11 +77,11 @@ def _keys(device: torch.device) -> Tensor:
 
 @final
 class TamperGuard:
-    """The parameters of one model, and its saved buffers if asked, as the last step left them.
+    """The parameters of one model, and what else it saves if asked, as the last step left them.
 
     Args:
         model: the model to watch.
-        buffers: whether to watch the buffers of its state dict too.
+        buffers: whether to watch all other tensors of its state dict too: buffers, and what code adds to them.
 
     Guarantee: ``check`` fails if a watched tensor differs in one bit, was replaced, added or removed; a large tensor's
     changes in several places go unseen with a chance of 2⁻³². It does not see what was undone before the check.
@@ -95,11 +95,19 @@ class TamperGuard:
         self._left = {name: _summary(tensor).clone() for name, tensor in self._tensors.items()}
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._model.named_parameters()
-        buffers = dict(self._model.named_buffers()) if self._buffers else {}
-        if buffers:
-            saved = self._model.state_dict(keep_vars=True).keys()
-            yield from ((name, buffer) for name, buffer in buffers.items() if name in saved)
+        """Yield the parameters, and all else that the state dict would release: buffers, extra state, other values."""
+        parameters = dict(self._model.named_parameters())
+        yield from parameters.items()
+        if not self._buffers:
+            return
+        known = {id(parameter) for parameter in parameters.values()}
+        for name, saved in self._model.state_dict(keep_vars=True).items():
+            if isinstance(saved, Tensor) and id(saved) not in known:
+                yield (f"{name} in its state_dict" if name in parameters else name), saved
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the watched tensors, by name."""
+        return dict(self._named_tensors())
 
     def check(self) -> None:
         """Raise ``PrivacyError`` naming every tensor that changed since it was accepted."""

@@ -8,6 +8,7 @@ limit, because it refuses the step that would exceed the planned number of relea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NoReturn, final
 
 from torch import nn
@@ -24,6 +25,7 @@ from dpvision.privacy.randomness import Keys
 from dpvision.privacy.sampling import Sampling
 from dpvision.privacy.torch_optimizer import TorchOptimizer
 from dpvision.privacy.values import Batch, ClippedSum, PrivateGrad
+from dpvision.ranks import ALONE, Ranks
 
 
 class BudgetSpent(PrivacyError):
@@ -106,12 +108,13 @@ class Privatizer:
         self._ledger.charge(event, step=step, fork=self._fork)
         self._last_charged = self._charged = step
 
-    def release(self, clipped: ClippedSum, *, step: int) -> PrivateGrad:
+    def release(self, clipped: ClippedSum, *, step: int, sizes: Mapping[str, int] | None = None) -> PrivateGrad:
         """Release the noisy mean of a clipped sum, once: ``(sum + noise) / divisor``.
 
         Args:
             clipped: the clipped sum of the step; it is used up, also when it is refused because it is not finite.
             step: the step that was charged last.
+            sizes: of all parameters, where other processes release some of them (``sharded_step``).
 
         Returns:
             The noisy mean, safe to use and to keep.
@@ -128,7 +131,7 @@ class Privatizer:
                 "Call Privatizer.charge for the next step."
             )
         self._charged = None  # also if what follows fails: nothing is released twice
-        return noisy_mean(clipped, self.mechanism, self._keys, step=step)
+        return noisy_mean(clipped, self.mechanism, self._keys, step=step, sizes=sizes)
 
 
 def step_event(sampling: Sampling, mechanism: Mechanism) -> Event:
@@ -166,6 +169,7 @@ def private_step(
     step: int,
     performance: Performance,
     own_code: bool = True,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Take one private step.
 
@@ -178,12 +182,15 @@ def private_step(
         step: the index of the step, from zero.
         performance: speed and memory; without influence on the guarantee.
         own_code: whether model and loss may be anyone's code, so that a proved graph must take their place.
+        ranks: the processes that compute the sum; this one is rank 0, and the others call ``assist_clipped_sum``.
 
     Raises:
         BudgetSpent: all planned steps are charged; nothing was released.
         PrivacyError: a model that mixes units, a draw of another sampler, or a gradient out of order.
+        RankError: another process failed or was lost; nothing was charged.
 
-    Guarantee: releases one Gaussian mechanism of ``mechanism.step_event``, after its charge is on disk.
+    Guarantee: releases one Gaussian mechanism of ``mechanism.step_event``, after its charge is on disk. With several
+    processes the noise is added once, by rank 0, to the sum of all; no other process has the ledger or draws noise.
     """
     mechanism = privatizer.mechanism
     clipped = clipped_sum_of_batch(
@@ -194,6 +201,7 @@ def private_step(
         clipping=mechanism.clipping,
         performance=performance,
         own_code=own_code,
+        ranks=ranks,
     )
     privatizer.charge(batch.sampling, step=step)
     optimizer.step(privatizer.release(clipped, step=step))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dpvision.errors import ArgumentError
 
-Stream = Literal["run", "sampling", "rows", "noise", "init", "views", "augmentation", "statistics", "holdout"]
+Stream = Literal["run", "sampling", "rows", "noise", "init", "views", "augmentation", "statistics", "holdout", "search"]
 SECRET_BYTES = 32
 _BLOCK_WORDS = 2
 _FIRST_COUNTER = bytes(16)

@@ -7,7 +7,7 @@ the images of the units that were drawn here; ``private_step`` derives the accou
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
@@ -29,10 +29,12 @@ class Sampling:
     Attributes:
         method: "poisson", or another word for draws that no epsilon follows from.
         sample_rate: the probability with which each unit joined.
+        expected_batch_size: the mechanism's, public, for the size of micro-batches; None where no mechanism is known.
     """
 
     method: str
     sample_rate: float
+    expected_batch_size: float | None = field(default=None, compare=False, repr=False)
 
 
 @final
@@ -44,6 +46,7 @@ class PoissonSampler:
         num_units: units that are present. Sensitive; it has no influence on the rate.
         sample_rate: the mechanism's rate, in (0, 1].
         keys: the keys of the run; the stream "sampling" decides.
+        expected_batch_size: the mechanism's, if there is one; without influence on the draw.
 
     Guarantee: in each step each unit joins with probability ``sample_rate`` (rounded down to a multiple of 2⁻⁶⁴),
     independently of all other units and steps, up to the security of the keys. Word u of a step's stream belongs to
@@ -56,14 +59,22 @@ class PoissonSampler:
     num_units: int
     sample_rate: float
     keys: Keys
+    expected_batch_size: float | None = None
+
+    def __post_init__(self) -> None:
+        problems = Problems().count("num_units", self.num_units, least=0).positive("sample_rate", self.sample_rate)
+        problems.raise_if_any()
+        problems.require(not self.sample_rate > 1, f"sample_rate must be <= 1, got {self.sample_rate}.")
+        problems.raise_if_any()
 
     @property
     def sampling(self) -> Sampling:
         """How every batch is drawn."""
-        return Sampling("poisson", self.sample_rate)
+        return Sampling("poisson", self.sample_rate, self.expected_batch_size)
 
     def units(self, step: int) -> NDArray[np.int64]:
         """Return the numbers of the units that join ``step``, ascending; the same for every call. Sensitive."""
+        Problems().count("step", step, least=0).raise_if_any()  # True and 1.0 would be other streams than 1
         words = self.keys.bits(self.num_units, "sampling", step)
         return np.flatnonzero(bernoulli(words, self.sample_rate))
 

@@ -28,6 +28,7 @@ class TorchOptimizer:
         rule: any torch optimizer that needs no closure and has taken no step.
         scheduler: stepped once after each step; a plateau schedule only by ``report_public_metric``.
         resuming: whether ``load_state`` follows, which replaces the optimizer's state.
+        owned: names of the parameters that ``rule`` holds, where other processes move the others; default: all.
 
     Raises:
         ArgumentError: the optimizer needs a closure or a second gradient, has taken steps, or holds other parameters
@@ -42,7 +43,13 @@ class TorchOptimizer:
     """
 
     def __init__(
-        self, model: nn.Module, rule: torch.optim.Optimizer, scheduler: Any = None, *, resuming: bool = False
+        self,
+        model: nn.Module,
+        rule: torch.optim.Optimizer,
+        scheduler: Any = None,
+        *,
+        resuming: bool = False,
+        owned: frozenset[str] | None = None,
     ) -> None:
         _require_rule(rule, resuming=resuming)
         _require_scheduler(scheduler, rule)
@@ -50,15 +57,18 @@ class TorchOptimizer:
         self._scheduler: Any = scheduler
         self._modules = _modules(model)
         self._guard = TamperGuard(model, buffers=True)
-        self._inside = False
+        self._inside, self._owned = False, owned
+        self._divided: tuple[str, ...] = ()
         self._hook = rule.register_step_pre_hook(self._refuse_outside)
         self._schedule_left, self._state_left = self._schedule_now(), self._state_now()
         self.steps_taken = 0
         try:
-            self.trainable()
+            trained = tuple(self.trainable())
         except BaseException:
             self.close()
             raise
+        if owned is not None:
+            self._divided = trained
 
     @property
     def name(self) -> str:
@@ -77,18 +87,27 @@ class TorchOptimizer:
 
         Raises:
             ArgumentError: there is none, one is of half precision, the optimizer does not hold one of them, or it holds
-                parameters of another model.
+                parameters of another model, or they were divided among processes and are others now.
         """
         found = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         held, own = {id(p) for p in self._held()}, {id(p) for p in self._model.parameters()}
         if not held <= own:
             raise ArgumentError("the optimizer holds parameters that are not the model's. Make it for this model.")
-        missing = [name for name, p in found.items() if id(p) not in held]
+        missing = [name for name, p in found.items() if id(p) not in held and self._is_owned(name)]
         if missing or not found:
             raise ArgumentError(
                 f"the optimizer must hold every parameter that requires gradients; missing: {', '.join(missing[:5])}. "
                 "Add them, or freeze them (requires_grad_(False))."
             )
+        if self._divided and self._divided != tuple(found):
+            raise ArgumentError(
+                "parameters can't be frozen or unfrozen while a ShardedOptimizer divides them among the processes. Use "
+                "the optimizer without it."
+            )
+        for name, p in self._model.named_parameters():
+            if p.is_meta or p.is_inference():
+                kind = "on the meta device, which holds no values" if p.is_meta else "made in torch.inference_mode"
+                raise ArgumentError(f"{name} is {kind}. Make the model outside of it, with values.")
         rough = [f"{name} is {p.dtype}" for name, p in found.items() if p.dtype not in _EXACT]
         if rough:
             raise ArgumentError(
@@ -96,6 +115,9 @@ class TorchOptimizer:
                 "Call model.float(); frozen parameters may stay as they are."
             )
         return found
+
+    def _is_owned(self, name: str) -> bool:
+        return self._owned is None or name in self._owned
 
     def require_ready(self) -> None:
         """Raise if the model, the schedule or a ``.grad`` was changed by other means than ``step``."""
@@ -118,7 +140,7 @@ class TorchOptimizer:
         Raises:
             PrivacyError: the gradient is of another kind, step or model, or a watched tensor was changed.
         """
-        parameters = self.trainable()
+        parameters = {name: p for name, p in self.trainable().items() if self._is_owned(name)}
         if type(grad) is not PrivateGrad or grad.step != self.steps_taken or grad.gradients.keys() != parameters.keys():
             raise PrivacyError(f"the next step is {self.steps_taken}, and takes the PrivateGrad of this model only.")
         self.check_untouched()
@@ -137,6 +159,10 @@ class TorchOptimizer:
         self.steps_taken += 1
         if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._step_schedule()
+
+    def accept_received(self) -> None:
+        """Take the present weights, buffers included, as those of the last step: other processes moved some of them."""
+        self._guard.accept(self._guard.tensors())
 
     def report_public_metric(self, value: float) -> None:
         """Feed a plateau schedule with a metric that was declared public.
@@ -189,8 +215,56 @@ class TorchOptimizer:
             )
         self._guard.check()
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def state_by_place(self) -> dict[int, Any]:
+        """Return the update rule's state of each owned parameter, by its place among the trainable ones.
+
+        Raises:
+            PrivacyError: a watched tensor was changed.
+        """
+        self._check_state()
+        places = self._places()
+        return {places[index]: state for index, state in self._rule.state_dict()["state"].items()}
+
+    def _places(self) -> list[int]:
+        """The places of the owned parameters among the trainable ones, in the order of the update rule."""
+        return [place for place, name in enumerate(self.trainable()) if self._is_owned(name)]
+
+    def _whole(self, others: Mapping[int, Any]) -> dict[str, Any]:
+        """The update rule's state as that of a rule that holds all trainable parameters."""
+        states = {**self.state_by_place(), **others}
+        (group,) = self._rule.state_dict()["param_groups"]
+        numbers = list(range(len(self.trainable())))
+        return {
+            "state": {place: states[place] for place in sorted(states)},
+            "param_groups": [{**group, "params": numbers}],
+        }
+
+    def load_part(self, state: Mapping[str, Any]) -> None:
+        """Continue from the parts of what ``load_state`` returned that this process owns.
+
+        Raises:
+            ArgumentError: the state is of a rule of several groups or of other parameters.
+        """
+        (group, *others), places = state["param_groups"], self._places()
+        if others or len(group["params"]) != len(self.trainable()):
+            raise ArgumentError(
+                "the checkpoint's optimizer has several groups or other parameters, which a sharded one can't hold. "
+                "Resume with the optimizer that the run was begun with."
+            )
+        states = {index: state["state"][place] for index, place in enumerate(places) if place in state["state"]}
+        fresh = self._rule.state_dict()["state"]  # of a rule that makes its state at once
+        groups = [{**group, "params": list(range(len(places)))}]
+        self._rule.load_state_dict({"state": {**fresh, **states}, "param_groups": groups})
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(dict(state["schedule"]))
+        self._schedule_left, self.steps_taken = self._schedule_now(), int(state["steps_taken"])
+        self._state_left = self._state_now()
+
+    def state(self, others: Mapping[int, Any] | None = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and plain values from which ``load_state`` continues.
+
+        Args:
+            others: the states of parameters that other processes own, by their places.
 
         Raises:
             PrivacyError: a watched tensor was changed.
@@ -202,15 +276,20 @@ class TorchOptimizer:
             "steps_taken": self.steps_taken,
             "left_by_last_step": self._guard.digests(),
             "kinds": [type(self._rule).__name__, type(self._scheduler).__name__],
-            "rule": packed(self._rule.state_dict(), tensors, name="rule"),
+            "rule": packed(
+                self._rule.state_dict() if self._owned is None else self._whole(others or {}), tensors, name="rule"
+            ),
             "schedule": None
             if self._scheduler is None
             else packed(self._scheduler.state_dict(), tensors, name="schedule"),
         }
         return tensors, values
 
-    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
         """Continue from ``state``; the model holds the weights of that moment already.
+
+        Returns:
+            The state of the whole rule and of the schedule, for ``load_part`` of other processes.
 
         Raises:
             ArgumentError: the state is of an optimizer or a scheduler of another kind.
@@ -223,11 +302,17 @@ class TorchOptimizer:
                 f"{kinds[0]} and {kinds[1]}. Make them as before; their state is restored."
             )
         self._guard.accept_saved(values["left_by_last_step"])
-        self._rule.load_state_dict(unpacked(values["rule"], tensors))
+        schedule = None if self._scheduler is None else unpacked(values["schedule"], tensors)
+        whole = {**unpacked(values["rule"], tensors), "schedule": schedule, "steps_taken": values["steps_taken"]}
+        if self._owned is not None:
+            self.load_part(whole)
+            return whole
+        self._rule.load_state_dict({name: whole[name] for name in ("state", "param_groups")})
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(unpacked(values["schedule"], tensors))
+            self._scheduler.load_state_dict(schedule)
         self._schedule_left, self.steps_taken = self._schedule_now(), values["steps_taken"]
         self._state_left = self._state_now()
+        return whole
 
     def close(self) -> None:
         """Let the optimizer go."""

@@ -8,6 +8,7 @@ Shapes: U units, R rows per unit. Rows of one unit are neighbours: row ``u * R +
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, final
@@ -40,6 +41,16 @@ def row_tensors(rows: RowTree) -> list[Tensor]:
                 f"inputs and targets must be tensors, or dicts, tuples or lists of tensors, got {type(leaf).__name__}."
             )
     return leaves
+
+
+def rows_digest(*trees: RowTree) -> bytes:
+    """Return the SHA-256 of the shapes, types and values of rows. Sensitive."""
+    digest = hashlib.sha256()
+    for tensor in (each for tree in trees for each in row_tensors(tree)):
+        values = tensor.detach().cpu().contiguous()
+        digest.update(f"{tuple(values.shape)} {values.dtype}".encode())
+        digest.update(values.view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], rows: RowTree) -> RowTree:
@@ -105,9 +116,26 @@ class Batch(Protocol):
         """How the units were chosen."""
         ...
 
-    def microbatches(self, units: int) -> Iterator[Microbatch]:
-        """Yield the draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing."""
+    @property
+    def drawn_batch_size(self) -> int:
+        """The number of drawn units. Sensitive."""
         ...
+
+    def microbatches(self, units: int, only: range | None = None) -> Iterator[Microbatch]:
+        """Yield the draw in pieces of exactly ``units`` units, the last one padded. An empty draw yields nothing.
+
+        Args:
+            units: of a piece.
+            only: numbers of the pieces to yield, from zero; all by default. The others are not read.
+        """
+        ...
+
+
+def chosen_starts(units: int, size: int, only: range | None) -> range:
+    """Return where the chosen pieces of ``size`` units begin, of ``units`` in all."""
+    pieces = -(-units // size)
+    chosen = range(pieces) if only is None else only
+    return range(chosen.start * size, min(chosen.stop, pieces) * size, size)
 
 
 @final

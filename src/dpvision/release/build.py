@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, final
 
 from dpvision.accounting import (
     CURVE_DELTAS,
+    AttackRisk,
     Charges,
     Profile,
     full_profile,
@@ -30,15 +31,18 @@ from dpvision.release.schema import (
     Certificate,
     Charged,
     CurvePoint,
+    Declared,
     Format,
     GaussianBound,
     LedgerMark,
     OtherUnit,
+    SearchClaim,
     format_for,
     parse_certificate,
 )
 from dpvision.release.statements import (
     ROW_UNITS,
+    SEARCH_ACCOUNTING,
     WORDING,
     declared_in,
     deployment_of,
@@ -68,6 +72,7 @@ def build_certificate(
     hand_seeded: bool,
     release: ReleaseFacts,
     version: Format | None = None,
+    search: SearchCost | None = None,
 ) -> dict[str, Any]:
     """Build the certificate of a run.
 
@@ -77,6 +82,7 @@ def build_certificate(
         hand_seeded: Whether the key was made from a seed, so that the run must not be released.
         release: Hashes of the released files, and public descriptions of data and software.
         version: The format, which decides the sentences. Default: the newest that suits the ledger's format.
+        search: What the search has spent that the run is the result of; its bounds are the certificate's.
 
     Returns:
         The content of certificate.json, without attachments.
@@ -85,14 +91,26 @@ def build_certificate(
         PrivacyError: The mechanism is not the one that the ledger was opened for, or no finite epsilon can be proved.
 
     Guarantee:
-        Epsilon covers every charge in the ledger, and a run that must not be released says so.
+        Epsilon covers every charge in the ledger, and in that of the search if there was one. A run that must not be
+        released says so; so does a trial of a search whose cost is not given.
     """
     header = ledger[0].payload
     version = format_for(header) if version is None else version
     _require_same_facts(header, mechanism)
     charges = charges_of(ledger)
-    bounds = bounds_of(charges, delta=header["delta"], adjacency=header["adjacency"])
-    stamps = stamps_of(ledger, mechanism, hand_seeded=hand_seeded, version=version)
+    steps = steps_taken(charges)
+    stamps = stamps_of(ledger, mechanism, hand_seeded=hand_seeded, version=version, searched=search is not None)
+    declared, deployment = declared_in(ledger, version=version), deployment_of(ledger, version=version)
+    if search is None:
+        rates = attack_rates(header)
+        bounds = bounds_of(charges, delta=header["delta"], adjacency=header["adjacency"], rates=rates)
+        other_units = _other_units(header, charges, version=version)
+    else:
+        bounds = search.bounds
+        other_units = _other_units(header, search.charges, version=version)
+        declared = [*declared, *(note for note in search.declared if note not in declared)]
+        deployment = {**deployment, "accounting": SEARCH_ACCOUNTING[search.claim.accountant]}
+        charges = search.shown
     certificate = Certificate(
         format=version,
         for_release=not stamps,
@@ -105,24 +123,25 @@ def build_certificate(
         curve=list(bounds.curve),
         gaussian_dp=bounds.gaussian_dp,
         attack_success=list(bounds.attack_success),
-        other_units=_other_units(header, charges, version=version),
+        other_units=other_units,
         mechanism={} if mechanism is None else mechanism.to_dict(),
         sampler=None if mechanism is None else "poisson",
         divisor=None if mechanism is None else mechanism.divisor,
-        steps_taken=steps_taken(charges),
+        steps_taken=steps,
         charged=[
             Charged(purpose=e.purpose, sample_rate=e.sample_rate, noise_multiplier=e.noise_multiplier, count=count)
             for e, count in charges
         ],
-        declared=declared_in(ledger, version=version),
+        declared=declared,
         not_covered=not_covered_by(ledger, version=version),
-        deployment=deployment_of(ledger, version=version),
+        deployment=deployment,
         ledger=LedgerMark(length=len(ledger), head=ledger[-1].hash),
         weights_sha256=release.weights_sha256,
         config_sha256=release.config_sha256,
         data=dict(release.data),
         software=dict(release.software),
         attachments=[],
+        search=None if search is None else search.claim,
     )
     return certificate.model_dump()
 
@@ -187,14 +206,57 @@ class Bounds:
     attack_success: tuple[AttackBound, ...] = ()
 
 
+def attack_rates(header: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the false-positive rates at which a certificate bounds attacks: three, and that of the run's target risk.
+
+    Args:
+        header: The ledger's header. Its ``target_risk``, if it has one, adds a rate.
+
+    Returns:
+        The rates, rising.
+    """
+    try:
+        risk = AttackRisk.parse(str(header["target_risk"]))
+    except (KeyError, ArgumentError):
+        return FALSE_POSITIVE_RATES
+    return tuple(sorted({*FALSE_POSITIVE_RATES, risk.telling_rate}))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SearchCost:
+    """What a search has spent, as its ledger gives it (``search_claim.search_cost``).
+
+    Attributes:
+        bounds: The guarantee of the whole search.
+        claim: What the certificate says of it.
+        charges: Charges whose composition is the guarantee; None where it is not a composition by PLD.
+        declared: What the search declares.
+        shown: All charges of the search's ledger; with the best-of price those of one trial.
+    """
+
+    bounds: Bounds
+    claim: SearchClaim
+    charges: tuple[tuple[Event, int], ...] | None
+    declared: tuple[Declared, ...]
+    shown: tuple[tuple[Event, int], ...]
+
+
 @lru_cache(maxsize=64)
-def bounds_of(charges: tuple[tuple[Event, int], ...], *, delta: float | None, adjacency: Adjacency) -> Bounds:
+def bounds_of(
+    charges: tuple[tuple[Event, int], ...],
+    *,
+    delta: float | None,
+    adjacency: Adjacency,
+    rates: tuple[float, ...] = FALSE_POSITIVE_RATES,
+) -> Bounds:
     """Compute epsilon by both accountants, and by PLD the curve and the bounds on attacks.
 
     Args:
         charges: Noisy releases, and how often each was charged.
         delta: The delta of the guarantee; None without privacy.
         adjacency: Which datasets are neighbours.
+        rates: False-positive rates at which attacks are bounded.
 
     Returns:
         The bounds, none of them without privacy.
@@ -223,25 +285,29 @@ def bounds_of(charges: tuple[tuple[Event, int], ...], *, delta: float | None, ad
             AttackBound(
                 false_positive_rate=rate, true_positive_rate=true_positive_bound(profile, false_positive_rate=rate)
             )
-            for rate in FALSE_POSITIVE_RATES
+            for rate in rates
         ),
     )
 
 
-def _other_units(header: Mapping[str, Any], charges: Charges, *, version: Format) -> list[OtherUnit]:
-    """What the charges prove for the owner of several units, or for one row of a unit that owns several."""
+def _other_units(header: Mapping[str, Any], charges: Charges | None, *, version: Format) -> list[OtherUnit]:
+    """What the charges prove for the owner of several units, or for one row of a unit that owns several.
+
+    Without ``charges`` nothing is proved for them.
+    """
     delta, unit, adjacency = header["delta"], header["privacy_unit"], header["adjacency"]
     most_rows = header.get("most_rows_per_owner")
     if delta is None:
         return []
     if unit not in ROW_UNITS:
         words = WORDING[version].one_row
-        epsilon = _if_proved(lambda: row_guarantee(charges, delta=delta, adjacency=adjacency))
+        prove: Callable[[Charges], Guarantee] = partial(row_guarantee, delta=delta, adjacency=adjacency)
     elif most_rows is not None:
         words = WORDING[version].owner
-        epsilon = _if_proved(lambda: owner_guarantee(charges, most_rows=most_rows, delta=delta, adjacency=adjacency))
+        prove = partial(owner_guarantee, most_rows=most_rows, delta=delta, adjacency=adjacency)
     else:
         return []
+    epsilon = None if charges is None else _if_proved(lambda: prove(charges))
     name, why = (text.format(unit=unit, most_rows=most_rows) for text in words)
     return [OtherUnit(unit=name, epsilon=epsilon, delta=delta, why=why)]
 

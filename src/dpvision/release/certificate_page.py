@@ -10,7 +10,7 @@ from typing import Any
 
 from dpvision.accounting import DISPLAY_RATE, cautions, describe
 from dpvision.privacy.mechanism import Guarantee, rounded_up
-from dpvision.release.schema import Certificate, parse_certificate
+from dpvision.release.schema import Certificate, SearchClaim, parse_certificate
 from dpvision.release.statements import NO_EPSILON, WORDING, test_images_without_epsilon
 
 _WHERE_MU_ENDS = " Beyond that epsilon mu proves nothing: only the curve does."
@@ -81,10 +81,15 @@ def _guarantee_lines(certificate: Certificate) -> Iterator[str]:
         accountant="pld",
         privacy_unit=certificate.privacy_unit,
     )
+    by = f"PLD ({rounded_up(certificate.epsilon_rdp)} by RDP)"
+    if certificate.search is not None and certificate.search.accountant != "pld":
+        by = "RDP"
     yield (
         f"Epsilon {rounded_up(proved.epsilon)} at delta {rounded_up(proved.delta)} for {proved.adjacency} of one "
-        f"{proved.privacy_unit}, by PLD ({rounded_up(certificate.epsilon_rdp)} by RDP)."
+        f"{proved.privacy_unit}, by {by}."
     )
+    if certificate.search is not None:
+        yield search_sentence(certificate.search)
     bounds = {bound.false_positive_rate: bound.true_positive_rate for bound in certificate.attack_success}
     # Pages of format 2 describe the looser bound of the (epsilon, delta) pair.
     yield describe(proved, true_positive_rate=None if certificate.format == 2 else bounds.get(DISPLAY_RATE))
@@ -92,6 +97,23 @@ def _guarantee_lines(certificate: Certificate) -> Iterator[str]:
         epsilon = "nothing is proved" if other.epsilon is None else f"epsilon {rounded_up(other.epsilon)}"
         yield f"For {other.unit}: {epsilon} at delta {rounded_up(other.delta)} ({other.why})."
     yield from (f"Caution: {text}" for text in cautions(proved, num_units=certificate.mechanism["num_units"]))
+
+
+def search_sentence(search: SearchClaim) -> str:
+    """Say what the headline epsilon covers, and that the epsilon of the run alone is not the guarantee."""
+    if search.price == "best_of":
+        what = (
+            f"the best of a random number of trials ({search.stopping}, mean {search.mean_trials:g}; the number is "
+            "secret)"
+        )
+    else:
+        again = f", {search.repeated} of them charged again after a crash" if search.repeated else ""
+        what = f"a search of {search.trials} trials{again}"
+    return (
+        f"This epsilon is that of {what}, sampled by {search.sampler}, with scores on {search.score} data. The chosen "
+        f"run alone has epsilon {rounded_up(search.epsilon_of_this_run_alone)}: shown for comparison, NOT the "
+        "guarantee, since the other trials used the same data."
+    )
 
 
 def _curve_sections(certificate: Certificate) -> Iterator[str]:
@@ -129,6 +151,11 @@ def _hashes(certificate: Certificate) -> list[tuple[str, str]]:
         ("weights.safetensors", certificate.weights_sha256),
         ("config.json", certificate.config_sha256),
         (f"ledger.jsonl, head of {certificate.ledger.length} entries", certificate.ledger.head),
+        *(
+            [(f"search.jsonl, head of {certificate.search.ledger.length} entries", certificate.search.ledger.head)]
+            if certificate.search is not None
+            else []
+        ),
         *((attachment.name, attachment.sha256) for attachment in certificate.attachments),
     ]
 

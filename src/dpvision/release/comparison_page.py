@@ -20,7 +20,7 @@ from dpvision.release.composition import Bill, spent_together
 from dpvision.release.report import environment, score_text
 from dpvision.release.run_states import RunSummary, describe_run
 from dpvision.release.verify import verify
-from dpvision.storage.files import disk_errors, write_atomically
+from dpvision.storage.files import write_page
 from dpvision.storage.run_folder import RunFolder
 
 _NOTHING: Mapping[str, Any] = {"runs": 0, "epsilon": 0.0, "delta": None, "adjacency": None, "void": None}
@@ -98,8 +98,7 @@ def compare_runs(paths: Sequence[Path], *, disjoint: bool = False, output: Path)
     sound = [bill for bill in bills if not bill.voids]
     others = spent_together(sound, disjoint=disjoint) if sound and len(sound) < len(bills) else None
     found = RunComparison(runs=runs, names=names, together=together, others=others)
-    with disk_errors(f"write {output}"):
-        write_atomically(output, _render(found).encode())
+    write_page(output, _render(found).encode())
     return output, found
 
 

@@ -17,9 +17,10 @@ from dpvision.errors import ArgumentError, DPVisionError
 from dpvision.privacy.ledger import Entry, charges_of, read_ledger, require_mark
 from dpvision.privacy.mechanism import Adjacency, Event, Mechanism
 from dpvision.release.schema import parse_certificate
+from dpvision.release.search_claim import search_bounds, search_cost
 from dpvision.release.statements import NO_PRIVACY, stamps_of
 from dpvision.storage.files import parse_object, read_file
-from dpvision.storage.run_folder import CERTIFICATE, RunFolder
+from dpvision.storage.run_folder import CERTIFICATE, SEARCH_LEDGER, RunFolder
 
 UNREADABLE = "what it spent can't be read from its ledger and configuration"
 
@@ -31,7 +32,8 @@ class Bill:
 
     ``source`` names the dataset, or None where that cannot be known. ``voids`` are the reasons why the charges prove
     nothing. ``run_id`` and ``head`` identify the run and the state of its ledger; ``earlier`` are the identifiers of
-    private runs that its initial weights come from, whose charges are not in this ledger.
+    private runs that its initial weights come from, whose charges are not in this ledger. ``epsilon`` is set for a
+    search whose price is no composition of charges: then it stands for them.
     """
 
     run: str
@@ -44,6 +46,7 @@ class Bill:
     run_id: str = ""
     head: str = ""
     earlier: tuple[str, ...] = ()
+    epsilon: float | None = None
 
     @property
     def recipe(self) -> str:
@@ -60,7 +63,7 @@ def read_bill(run: Path, name: str, *, passed: frozenset[str] = frozenset()) -> 
         passed: Stamps that do not void.
 
     Returns:
-        The cost; None if the run spent nothing.
+        The cost; None if the run spent nothing. That of the result of a search is the cost of the whole search.
 
     Guarantee:
         The ledger's chain is checked, and it holds everything that checkpoints and certificates state of it. A run
@@ -68,6 +71,9 @@ def read_bill(run: Path, name: str, *, passed: frozenset[str] = frozenset()) -> 
     """
     folder = RunFolder.open(run)
     try:
+        searched = folder.release / SEARCH_LEDGER
+        if searched.exists():
+            return _search_bill(folder, read_ledger(searched), name, passed)
         marks = folder.known_marks()
         if not marks and not folder.ledger_path.exists():
             return None  # nothing is released before there is a ledger
@@ -95,14 +101,44 @@ def read_bill(run: Path, name: str, *, passed: frozenset[str] = frozenset()) -> 
         return Bill(run=name, source=None, voids=(UNREADABLE,))
 
 
-def _stamps(folder: RunFolder, entries: tuple[Entry, ...]) -> tuple[str, ...]:
+def _search_bill(folder: RunFolder, search: tuple[Entry, ...], name: str, passed: frozenset[str]) -> Bill | None:
+    """Read what a search has spent: all its trials, whichever of them is released."""
+    header, charges = search[0].payload, charges_of(search)
+    if not charges:
+        return None
+    bounds, accountant = search_bounds(search)
+    finished = (folder.release / CERTIFICATE).exists()
+    config: dict[str, Any] = {}
+    stamps: tuple[str, ...] = ("its search is not finished: dpvision tune --resume continues it",)
+    run: tuple[Entry, ...] = ()
+    if finished:
+        run = read_ledger(folder.ledger_path)
+        search_cost(search, run)  # refuses a run of another search
+        config = parse_object(folder.read_config(), name=str(folder.release))
+        stamps = _stamps(folder, run, searched=True)
+    return Bill(
+        run=name,
+        source=_source(config, run) if finished else None,
+        charges=charges,
+        delta=header["delta"],
+        adjacency=header["adjacency"],
+        privacy_unit=header["privacy_unit"],
+        voids=tuple(stamp for stamp in stamps if stamp not in passed),
+        run_id=str(run[0].payload["run_id"]) if run else str(header["run_id"]),
+        head=search[-1].hash,
+        earlier=tuple(_earlier(config.get("transfer"))),
+        epsilon=None if accountant == "pld" else bounds.epsilon,
+    )
+
+
+def _stamps(folder: RunFolder, entries: tuple[Entry, ...], *, searched: bool = False) -> tuple[str, ...]:
     """Return the reasons against a release: those in the ledger, and those of the certificate if there is one."""
     header = entries[0].payload
     planned = None
     if header["delta"] is not None:
         names = set(Mechanism.__dataclass_fields__) & header.keys()
         planned = Mechanism(**{name: header[name] for name in names})
-    found = stamps_of(entries, planned)
+    found = stamps_of(entries, planned, searched=searched)
     path = folder.release / CERTIFICATE
     if path.exists():
         found = [*found, *parse_certificate(parse_object(read_file(path), name=str(path))).stamps]
@@ -138,6 +174,12 @@ def composed(bills: Sequence[Bill], *, delta: float | None = None) -> dict[str, 
         Epsilon is an upper bound by PLD on all charges together.
     """
     void = _void(bills)
+    if void is None and bills[0].epsilon is not None:  # a search by itself
+        (bill,) = bills
+        same = delta in (None, bill.delta)
+        void = None if same else f"run {bill.run}: its search has a price at delta {bill.delta:g} alone"
+        epsilon, adjacency = (bill.epsilon, bill.adjacency) if same else (None, None)
+        return {"runs": 1, "epsilon": epsilon, "delta": bill.delta, "adjacency": adjacency, "void": void}
     deltas = [bill.delta for bill in bills if bill.delta is not None]
     at = None if void is not None else delta or max(deltas)
     epsilon = None
@@ -156,6 +198,9 @@ def _void(bills: Sequence[Bill]) -> str | None:
         bill, why = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         return f"run {bill.run}: {why}{more}"
+    other = next((bill for bill in bills if bill.epsilon is not None), None)
+    if len(bills) > 1 and other is not None:
+        return f"run {other.run}: the price of its search is no composition, and does not add up with other runs"
     if len({(bill.adjacency, bill.privacy_unit) for bill in bills}) > 1:
         return "its runs protect different units or by different adjacencies, which have no common epsilon"
     return None

@@ -9,7 +9,7 @@ from typing import Any
 from dpvision.errors import printable
 from dpvision.own_code import is_own
 from dpvision.privacy.mechanism import rounded_up
-from dpvision.release.certificate_page import safe_markdown
+from dpvision.release.certificate_page import safe_markdown, search_sentence
 from dpvision.release.schema import Certificate, parse_certificate
 from dpvision.release.statements import OWN_MODEL, WORDING, own_code_declarations
 
@@ -32,10 +32,10 @@ _HUB_TASKS = {"classification": "image-classification", "segmentation": "image-s
 def known_model_cards(
     certificate: Mapping[str, Any], *, metrics: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Return the card, and its first version, which did not say how to use the model without dpvision."""
-    card = model_card(certificate, metrics=metrics, config=config)
-    section = "".join(f"{text}\n\n" for text in _without_dpvision(parse_certificate(certificate), config))
-    return (card, card.replace(section, "")) if section else (card,)
+    """Return the card, and its earlier versions, which used an export on 8-bit images alone, or did not say how."""
+    card, claims = model_card(certificate, metrics=metrics, config=config), parse_certificate(certificate)
+    (section, short) = ("".join(_without_dpvision(claims, config, short=short)) for short in (False, True))
+    return (card, card.replace(section, short), card.replace(f"{section}\n\n", "")) if section else (card,)
 
 
 def model_card(certificate: Mapping[str, Any], *, metrics: Mapping[str, Any], config: Mapping[str, Any]) -> str:
@@ -158,8 +158,11 @@ def _own_code(config: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _without_dpvision(certificate: Certificate, config: Mapping[str, Any]) -> Iterator[str]:
-    """How to use an export with onnxruntime, numpy and Pillow alone; of a model that dpvision can export."""
+def _without_dpvision(certificate: Certificate, config: Mapping[str, Any], *, short: bool = False) -> Iterator[str]:
+    """How to use an export with onnxruntime, numpy and Pillow alone; of a model that dpvision can export.
+
+    The lines prepare an image as ``dpvision.data.decode`` does; ``short`` gives those of an earlier version.
+    """
     shape = certificate.data.get("image_shape")
     if config.get("task") not in _HUB_TASKS or not isinstance(shape, list) or len(shape) != 3:
         return
@@ -177,11 +180,43 @@ def _without_dpvision(certificate: Certificate, config: Mapping[str, Any]) -> It
         "import numpy as np, onnxruntime\n"
         "from PIL import Image, ImageOps\n"
         'session = onnxruntime.InferenceSession("model.onnx")\n'
-        f'image = ImageOps.fit(Image.open("image.png").convert("{mode}"), {size}, Image.Resampling.BILINEAR)\n'
+        f"{_opened_short(mode, size) if short else _opened(mode, size, _window(config))}"
         f"pixels = np.asarray(image).reshape(1, {height}, {width}, {channels}).transpose(0, 3, 1, 2)\n"
         'print(session.get_modelmeta().custom_metadata_map["classes"], '
         f'session.run(["probabilities"], {{"images": pixels}})[0]{answer})\n```'
     )
+
+
+def _opened_short(mode: str, size: str) -> str:
+    return f'image = ImageOps.fit(Image.open("image.png").convert("{mode}"), {size}, Image.Resampling.BILINEAR)\n'
+
+
+def _opened(mode: str, size: str, window: tuple[float, float] | None) -> str:
+    """Lines of Python that open an image upright, in 8 bits, over black, and at the size of the model."""
+    values = "np.asarray(image) / 65535"
+    if window is not None:
+        low, high = window
+        values = f"(np.clip(np.asarray(image, float), {low}, {high}) - {low}) / {high - low}"
+    black = 'Image.new("RGBA", image.size, "black")'
+    grey = '.convert("L")' if mode == "L" else ""
+    return (
+        'image = ImageOps.exif_transpose(Image.open("image.png"))\n'
+        'if image.mode.startswith("I"): '
+        f"image = Image.fromarray(np.rint({values} * 255).astype(np.uint8))  # 16 bits\n"
+        f'opaque = Image.alpha_composite({black}, image.convert("RGBA"))\n'
+        f'image = ImageOps.fit(opaque.convert("RGB"){grey}, {size}, Image.Resampling.BILINEAR)\n'
+    )
+
+
+def _window(config: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The window of intensities of image files; that of an .npz file is for its own numbers."""
+    data = config.get("data")
+    data = data if isinstance(data, dict) else {}
+    window = data.get("window")
+    if not isinstance(window, list) or len(window) != 2 or str(data.get("source", "")).endswith(".npz"):
+        return None
+    numbers = [float(each) for each in window if type(each) in (int, float) and abs(each) < 1e30]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 and numbers[0] < numbers[1] else None
 
 
 def _plain(name: str) -> str:
@@ -210,6 +245,8 @@ def _privacy(certificate: Certificate) -> str:
         f"({certificate.adjacency.replace('_', ' ')} of one {unit}), over {certificate.steps_taken} steps and every "
         f"other charged {other} the data. Whole curve, bounds on attacks and mechanism: certificate.md."
     ]
+    if certificate.search is not None:
+        lines.append(search_sentence(certificate.search))
     for another in certificate.other_units:
         epsilon = "nothing is proved" if another.epsilon is None else f"epsilon {rounded_up(another.epsilon)}"
         lines.append(f"For {safe_markdown(another.unit)}: {epsilon}.")

@@ -24,6 +24,7 @@ from dpvision.accounting import DISPLAY_RATE, balanced_accuracy_bound, true_posi
 from dpvision.errors import DataError, printable
 from dpvision.privacy.mechanism import COUNTED_UNITS
 from dpvision.release.build import proved_profile
+from dpvision.release.certificate_page import search_sentence
 from dpvision.release.run_facts import (
     FinalMetrics,
     Metrics,
@@ -38,7 +39,7 @@ from dpvision.release.run_facts import (
 )
 from dpvision.release.schema import Certificate
 from dpvision.scoring import GUESSING, Comparison, wilson
-from dpvision.storage.files import disk_errors, write_atomically
+from dpvision.storage.files import write_page
 from dpvision.storage.run_folder import REPORT, RunFolder
 
 SPACE = "\u00a0"  # keeps a number and its sign on one line
@@ -72,8 +73,7 @@ def write_report(run: Path, *, output: Path | None = None) -> Path:
     """
     page = render(read_run(run)).encode()
     if output is not None:
-        with disk_errors(f"write {output}"):
-            write_atomically(output, page)
+        write_page(output, page)
         return output
     if not (run / "private").is_dir():
         raise DataError(f"{run} is a release without its private/ folder, so it is left as it is. Give --output.")
@@ -136,6 +136,7 @@ def render(run: RunFacts) -> str:
             comparison=run.final.comparison if run.final else None,
             verdict=chance_verdict(run.final),
             ranks=ranking_note(run.final),
+            search=None if certificate.search is None else search_sentence(certificate.search),
             fall=fall_text(run.metrics, run.score_name) if run.metrics else None,
             baseline=run.metrics.baseline if run.metrics else None,
             trust=trust(run.final),
@@ -198,8 +199,9 @@ def _attacks(certificate: Certificate) -> dict[str, Any]:
 
 
 def _score_chart(run: RunFacts, *, private: bool) -> Markup | None:
-    """The score over epsilon, or over steps without privacy; None if there are no points."""
+    """The score over epsilon, or over steps without privacy or after a search; None if there are no points."""
     curve, final = run.metrics.curve if run.metrics else (), run.final
+    private = private and run.certificate.search is None
     at = [(point.epsilon if private else float(point.step), point.score) for point in curve]
     points = sorted(((x, y) for x, y in at if x is not None), key=lambda point: point[0])
     if not points:
@@ -341,16 +343,26 @@ def comparison_text(found: Comparison, of: int | None = None) -> str:
 
 
 def ranking_note(final: FinalMetrics | None) -> str | None:
-    """A hint where the order of the scores is good although the accuracy is not clearly better than chance."""
-    if final is None or final.auc is None or final.comparison is None or final.comparison.better == "yes":
+    """A hint where two classes are told apart by their scores, but not by the usual threshold of one half."""
+    if final is None or final.auc is None or final.comparison is None or len(final.per_class_count) != 2:
         return None
+    gains = _another_threshold_gains(final)
     interval = final.intervals.get("auc")
-    if interval is None or interval[0] <= 0.5:
+    if interval is None or interval[0] <= 0.5 or (final.comparison.better == "yes" and not gains):
         return None
     return (
         f"the scores rank better than chance (AUC {final.auc:.3f}, 95 % interval {interval[0]:.3f} to "
-        f"{interval[1]:.3f}): another threshold may give better answers, see dpvision evaluate --operating-point"
+        f"{interval[1]:.3f}): another threshold {'gives' if gains else 'may give'} better answers, "
+        "see dpvision evaluate --operating-point"
     )
+
+
+def _another_threshold_gains(final: FinalMetrics) -> bool:
+    """Whether the mean of sensitivity and specificity is 5 points higher at the operating point than at one half."""
+    point = final.operating_point
+    if point is None or point.sensitivity is None or point.specificity is None or final.balanced_accuracy is None:
+        return False
+    return (point.sensitivity + point.specificity) / 2 > final.balanced_accuracy + 0.05
 
 
 def score_text(final: FinalMetrics | None, value: float) -> str:
@@ -374,6 +386,8 @@ def trust(final: FinalMetrics | None) -> tuple[str, str]:
         interval = final.intervals.get("dice")
         detail = "too few for an interval" if interval is None else f"Dice: {between(interval)}"
         return f"{final.images or 'no'} test images", detail
+    if final.comparison is not None and final.comparison.better == "no" and final.accuracy is not None:
+        return "no", f"it is no better than {final.comparison.constant}"
     if final.accuracy is None:
         few = sum(each is None for each in final.findings.values())
         interval = final.intervals.get("mean_auc")
@@ -406,7 +420,7 @@ def fall_text(metrics: Metrics, score_name: str) -> str | None:
     shown = area if score_name == "mean AUC" else percent
     return (
         f"{score_name} was {shown(best.score)} at {where} and ended at {shown(last.score)}: lower --learning-rate, "
-        "or train for fewer steps"
+        "or train for fewer steps. A further run spends its epsilon on the same images again"
     )
 
 

@@ -303,10 +303,15 @@ def read_run(run: Path) -> RunFacts:
     release = run / "release"
     checked = checked_certificate(parse_object(certificate, name=str(release / CERTIFICATE)))
     examples = _content(run, EXAMPLES) if images_are_public(checked) else None
+    found = None if metrics is None else checked_metrics(parse_object(metrics, name=str(release / METRICS)))
+    if found is not None and checked.search is not None:
+        # Those of the chosen run alone, which are not the guarantee at any point.
+        curve = tuple(point.model_copy(update={"epsilon": None}) for point in found.curve)
+        found = found.model_copy(update={"curve": curve})
     return RunFacts(
         name=run.resolve().name,
         certificate=checked,
-        metrics=None if metrics is None else checked_metrics(parse_object(metrics, name=str(release / METRICS))),
+        metrics=found,
         config=None if config is None else parse_object(config, name=str(release / CONFIG)),
         examples=() if examples is None else parse_examples(examples, name=str(release / EXAMPLES)),
     )

@@ -15,10 +15,11 @@ from dpvision.release.composition import UNREADABLE, Bill, composed, read_bill
 from dpvision.release.report import score_text
 from dpvision.release.run_facts import RunFacts, read_run, reasons_against_release
 from dpvision.storage.files import parse_object
-from dpvision.storage.run_folder import CERTIFICATE, CONFIG, OWN_LOOP, RunFolder
+from dpvision.storage.run_folder import CERTIFICATE, CONFIG, OWN_LOOP, SEARCH_LEDGER, RunFolder
 
 State = Literal["finished", "interrupted", "running", "unsafe", "failed"]
 _DEEPEST = 4
+_UNFINISHED = "a search: dpvision tune --resume continues it"
 _NEVER_SEARCHED = ("release", "private", "logs")
 
 
@@ -33,7 +34,7 @@ class RunSummary:
         model: the name of its model.
         state: finished; interrupted (``dpvision resume`` continues it); running now; unsafe (complete, but not for
             release); or failed (it ended in an error, or a file is damaged).
-        why: the reason of an unsafe or failed run.
+        why: the reason of an unsafe or failed run, or that an interrupted one is a search.
         steps: training steps that were charged, and planned; None without privacy.
         epsilon: of everything in the ledger, 0 before the first charge; None without privacy.
         delta: of the guarantee.
@@ -129,6 +130,11 @@ def describe_run(path: Path) -> RunSummary:
     """
     if not (path / "release").is_dir() and not (path / "private").is_dir():
         raise ArgumentError(f"{path} must be a run folder: it has no release/. Give what dpvision train made.")
+    search = path / "release" / SEARCH_LEDGER
+    if search.exists() and not (path / "release" / CERTIFICATE).exists():
+        bill = read_bill(path, path.name)
+        epsilon = 0.0 if bill is None else composed([replace(bill, voids=())])["epsilon"] if bill.charges else None
+        return RunSummary(path=path, state="interrupted", why=_UNFINISHED, bill=bill, epsilon=epsilon)
     try:
         folder = RunFolder.open(path)
         bill = read_bill(path, path.name)

@@ -2,7 +2,8 @@
 
 ``format`` says with which sentences a certificate was written (statements.py has them all): 2 is the first published
 format, 3 has plain words, 4 belongs to ledgers that commit to the released files. The fields are the same, and all
-formats can be verified. New certificates have ``FORMAT``, but one for a ledger of format 1 has ``format_for``'s.
+formats can be verified. ``search`` is an addition to format 4 that older programs refuse. New certificates have
+``FORMAT``, but one for a ledger of format 1 has ``format_for``'s.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from dpvision.errors import ArgumentError, validation_message
 from dpvision.privacy.ledger import COMMITTING_FORMAT
@@ -96,8 +97,31 @@ class LedgerMark(_Part):
 
 
 @final
+class SearchClaim(_Part):
+    """The hyper-parameter search that the release came out of. The certificate's epsilon is that of all of it.
+
+    ``epsilon_of_this_run_alone`` is shown for comparison; it is not the guarantee. ``trials`` and ``repeated`` (trials
+    that were charged again after a crash) are None where only the best trial is released: their number is secret.
+    """
+
+    search_id: str = Field(min_length=1)
+    price: Literal["composition", "best_of"]
+    accountant: Literal["pld", "rdp_filter", "rdp"]
+    sampler: str
+    score: str
+    space: dict[str, str]
+    budget: float | None = Field(gt=0)
+    trials: int | None = Field(ge=0)
+    repeated: int | None = Field(ge=0)
+    stopping: str | None
+    mean_trials: float | None = Field(ge=1)
+    epsilon_of_this_run_alone: float = Field(ge=0)
+    ledger: LedgerMark
+
+
+@final
 class Certificate(_Part):
-    """Everything that a release claims."""
+    """Everything that a release claims. ``search`` is there only for a run that was chosen by a search."""
 
     format: Format
     for_release: bool
@@ -125,6 +149,12 @@ class Certificate(_Part):
     data: dict[str, Any]
     software: dict[str, Any]
     attachments: list[Attachment]
+    search: SearchClaim | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_empty_search(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values = handler(self)
+        return values if self.search is not None else {k: v for k, v in values.items() if k != "search"}
 
 
 def format_for(header: Mapping[str, Any]) -> Format:

@@ -29,6 +29,16 @@ PIXEL_STATISTICS = "normalisation statistics"
 NOT_FOR_RELEASE = "not for release"  # becomes a stamp of the certificate
 TRAINING_DATA = "training data"
 TEST_SPLIT = "test split"
+TRIAL = "trial of a search"  # its how is the identifier of the search
+PROCESSES = "processes"
+SEVERAL_PROCESSES = (
+    "sums of clipped gradients may be computed in several processes and sent to one of them, which adds the noise; the "
+    "run's key is sent to all. These processes, their machines and the network between them, which must be encrypted "
+    "or closed to others, are trusted"
+)
+"""Declared by every run that torchrun starts, whatever the number of its processes."""
+PRECISION = "precision"
+"""Declared by every run whose layers are computed in less than float32."""
 OWN_MODEL, OWN_LOSS = "own model", "own loss"
 SHOWN_IMAGES_NAMES = ("test images in the release", "test pictures in the release")
 HISTORY_NAMES = ("history of the initial weights", "history of the first weights")
@@ -42,6 +52,15 @@ HELD_OUT_ENDINGS = (
 )
 
 NO_PRIVACY = "trained without privacy: no guarantee"
+TRIAL_ALONE = (
+    "one trial of a hyper-parameter search: the epsilon of this run alone is not the guarantee. Release the result of "
+    "the search instead"
+)
+SEARCH_ACCOUNTING = {
+    "pld": "all charges of the search's ledger, every trial in full, by privacy loss distributions (PLD); RDP beside",
+    "rdp_filter": "a Rényi filter: the limit that was fixed before the first trial, which no trial may exceed",
+    "rdp": "the best of a random, secret number of trials (Papernot and Steinke), by RDP",
+}
 _CHANGED = "the mechanism was changed during the run: its parts compose, but the plan followed the data"
 _UNCOVERED = (
     "How hyper-parameters, architecture and clip norm were chosen outside this run.",
@@ -200,7 +219,12 @@ HAND_SEEDED_STAMPS = frozenset(words.hand_seeded for words in WORDING.values())
 
 
 def stamps_of(
-    ledger: Sequence[Entry], mechanism: Mechanism | None, *, hand_seeded: bool = False, version: Format = FORMAT
+    ledger: Sequence[Entry],
+    mechanism: Mechanism | None,
+    *,
+    hand_seeded: bool = False,
+    version: Format = FORMAT,
+    searched: bool = False,
 ) -> list[str]:
     """Return the reasons against a release, each once.
 
@@ -209,6 +233,7 @@ def stamps_of(
         mechanism: What the run was planned with; None without privacy.
         hand_seeded: Whether the key is known to be made from a seed. The ledger may say so, too.
         version: The format of the certificate.
+        searched: Whether the certificate states the cost of the search that the run is a trial of.
 
     Returns:
         Sentences; none if the run may be released.
@@ -217,6 +242,8 @@ def stamps_of(
     stamps = [WORDING[version].hand_seeded] if known else []
     notes = [entry.payload for entry in ledger if entry.kind == "declare"]
     stamps += [note["how"] for note in notes if note["what"] == NOT_FOR_RELEASE]
+    if not searched and any(note["what"] == TRIAL for note in notes):
+        stamps.append(TRIAL_ALONE)
     if mechanism is None:
         return list(dict.fromkeys([*stamps, NO_PRIVACY]))
     trained = [(event, count) for event, count in charges_of(ledger) if event.purpose == TRAINING]
@@ -305,6 +332,10 @@ def deployment_of(ledger: Sequence[Entry], *, version: Format = FORMAT) -> dict[
     answers = {**WORDING[version].deployment, "neighbours": _NEIGHBOURS[header["adjacency"]]}
     if header.get("hand_seeded"):
         answers["noise_source"] = "a hand-seeded key"
+    if isinstance(header.get("target_risk"), str):
+        answers["target_risk"] = (
+            f"the noise was calibrated to this limit on membership attacks: {header['target_risk']}"
+        )
     if (test_images_without_epsilon(declared_in(ledger)) or "").endswith(NO_EPSILON):
         answers["utility"] = f"the metrics in metrics.json are of the data holder's own test images, {NO_EPSILON}"
     return {question: answer.replace("{unit}", header["privacy_unit"]) for question, answer in answers.items()}

@@ -28,10 +28,19 @@ from dpvision.privacy.ledger import (
     require_mark,
 )
 from dpvision.privacy.mechanism import COUNTED_UNITS, Mechanism
-from dpvision.release.build import Bounds, ReleaseFacts, bounds_of, build_certificate, steps_taken
+from dpvision.release.build import (
+    Bounds,
+    ReleaseFacts,
+    SearchCost,
+    attack_rates,
+    bounds_of,
+    build_certificate,
+    steps_taken,
+)
 from dpvision.release.certificate_page import known_certificate_pages
 from dpvision.release.model_card import known_model_cards
 from dpvision.release.schema import Certificate, format_for, parse_certificate
+from dpvision.release.search_claim import search_cost
 from dpvision.release.sign import Signature, checked_signature, fingerprint
 from dpvision.release.statements import (
     HAND_SEEDED_STAMPS,
@@ -52,6 +61,7 @@ from dpvision.storage.run_folder import (
     LEDGER,
     MANIFEST,
     METRICS,
+    SEARCH_LEDGER,
     SIGNATURE,
     WEIGHTS,
     RunFolder,
@@ -80,7 +90,7 @@ NO_COMMITMENT = (
     "The ledger has format 1, which does not commit to the released files: weights, class names or image shape that "
     "were replaced together with certificate, manifest and pages would not be noticed."
 )
-_BOUNDS = frozenset({"epsilon", "epsilon_rdp", "mu", "true_positive_rate"})
+_BOUNDS = frozenset({"epsilon", "epsilon_of_this_run_alone", "epsilon_rdp", "mu", "true_positive_rate"})
 _Entries = tuple[Entry, ...]
 _T = TypeVar("_T")
 
@@ -92,7 +102,8 @@ class Verification:
 
     ``epsilon`` is recomputed from the ledger alone; ``claimed_epsilon`` is the certificate's. ``signed_by`` is the
     fingerprint of the key of a valid signature. Anyone can sign with a key of their own, so it means little unless
-    ``signer_is_known``: the key is the one that was asked for. ``limits`` says what a release of an old format does not
+    ``signer_is_known``: the key is the one that was asked for. ``search`` is what the ledger of a search gives: then
+    ``epsilon`` is that of the whole search. ``limits`` says what a release of an old format does not
     let anyone check.
     """
 
@@ -107,6 +118,7 @@ class Verification:
     claimed_epsilon: float | None = None
     for_release: bool = False
     stamps: tuple[str, ...] = ()
+    search: dict[str, Any] | None = None
     signed_by: str | None = None
     signer_is_known: bool = False
     limits: tuple[str, ...] = ()
@@ -184,12 +196,17 @@ def examine(path: Path, *, key: bytes | None = None) -> Examined:
             _check_files(place, certificate, findings)
         if place.run is not None:
             _check_private(place.run, entries, certificate, findings)
-        bounds = None if entries is None else findings.attempt(lambda: _bounds(entries))
+        search = _read_search(place, findings)
+        cost = None
+        if entries is not None and search is not None:
+            cost = findings.attempt(lambda: search_cost(search, entries))
+        bounds = None if entries is None or search is not None else findings.attempt(lambda: _bounds(entries))
+        bounds = cost.bounds if cost is not None else bounds
         if entries is not None:
             _check_config(place, entries, findings)
         if entries is not None and certificate is not None:
             before = len(findings.problems)
-            _check_certificate(certificate, entries, findings)
+            _check_certificate(certificate, entries, findings, search=search, cost=cost)
             _check_commitment(certificate, entries, findings)
             if len(findings.problems) == before:  # the pages of a false certificate do not matter
                 _check_pages(place, certificate, findings)
@@ -207,6 +224,7 @@ def examine(path: Path, *, key: bytes | None = None) -> Examined:
         claimed_epsilon=None if certificate is None else certificate.epsilon,
         for_release=certificate is not None and certificate.for_release and not findings.problems,
         stamps=() if certificate is None else tuple(certificate.stamps),
+        search=None if cost is None else cost.claim.model_dump(),
         limits=() if header.get("format", COMMITTING_FORMAT) >= COMMITTING_FORMAT else (NO_COMMITMENT,),
     )
     if signature is not None:
@@ -217,7 +235,8 @@ def examine(path: Path, *, key: bytes | None = None) -> Examined:
 def _bounds(entries: _Entries) -> Bounds:
     """Epsilon from the ledger alone."""
     header = entries[0].payload
-    return bounds_of(charges_of(entries), delta=header["delta"], adjacency=header["adjacency"])
+    rates = attack_rates(header)
+    return bounds_of(charges_of(entries), delta=header["delta"], adjacency=header["adjacency"], rates=rates)
 
 
 # Reading files
@@ -432,8 +451,40 @@ def _check_commitment(certificate: Certificate, entries: _Entries, findings: Fin
         findings.require(same, f"certificate: the ledger commits to other {what}: they were replaced.")
 
 
-def _check_certificate(certificate: Certificate, entries: _Entries, findings: Findings) -> None:
+def _read_search(place: _Place, findings: Findings) -> _Entries | None:
+    """The ledger of the search, if there is one."""
+    path = place.release / SEARCH_LEDGER
+    if not (path.exists() or path.is_symlink()):
+        return None
+    return findings.attempt(lambda: read_ledger(path))
+
+
+def _check_search_mark(certificate: Certificate, search: _Entries | None, findings: Findings) -> None:
+    """A certificate that claims a search needs its ledger, as long as it was, and the reverse."""
+    claim = certificate.search
+    if (claim is None) != (search is None):
+        missing = f"{SEARCH_LEDGER} is missing or damaged" if search is None else "the certificate does not state it"
+        findings.require(False, f"search: the release is the result of a search, and {missing}.")
+    elif claim is not None and search is not None:
+        with findings.noted():
+            if len(search) > claim.ledger.length:
+                raise TamperError(
+                    f"the search's ledger has {len(search)} entries, the certificate covers {claim.ledger.length}: "
+                    "the search continued after it."
+                )
+            require_mark(search, length=claim.ledger.length, head=claim.ledger.head, path=Path(SEARCH_LEDGER))
+
+
+def _check_certificate(
+    certificate: Certificate,
+    entries: _Entries,
+    findings: Findings,
+    *,
+    search: _Entries | None = None,
+    cost: SearchCost | None = None,
+) -> None:
     """Rebuild the certificate from the ledger and name every difference."""
+    _check_search_mark(certificate, search, findings)
     with findings.noted():
         if len(entries) > certificate.ledger.length:
             raise TamperError(
@@ -455,10 +506,11 @@ def _check_certificate(certificate: Certificate, entries: _Entries, findings: Fi
                 software=certificate.software,
             ),
             version=certificate.format,
+            search=cost,
         )
         # The mechanism is that of the claim, and the builder has compared it with the ledger; attachments have hashes.
         for name, known in rebuilt.items():
-            if name not in ("mechanism", "ledger", "attachments"):
+            if name not in ("mechanism", "ledger", "attachments") and name in claimed:
                 _compare(name, claimed[name], known, findings)
 
 

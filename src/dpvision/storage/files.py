@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from dpvision.errors import ArgumentError, DataError, DPVisionError, TamperError, brief
+from dpvision.errors import ArgumentError, DataError, DPVisionError, TamperError, brief, shown
 
+_START_OF_A_PAGE = 512
 _REMEDIES = {
     errno.ENOSPC: "Free some space and try again.",
     errno.EDQUOT: "Free some space and try again.",
@@ -50,6 +51,22 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o644) -> None:
         file.write(content)
 
 
+def write_page(path: Path, content: bytes) -> None:
+    """Write a page of HTML, in the place of an older one at most.
+
+    Raises:
+        ArgumentError: the path is a file of another kind, such as an image.
+        DPVisionError: it can't be written.
+    """
+    with disk_errors(f"write {shown(path)}"):
+        if path.is_file():
+            with path.open("rb") as file:
+                start = file.read(_START_OF_A_PAGE).lstrip().lower()
+            if start and not start.startswith((b"<!doctype html", b"<html", b"<!--")):
+                raise ArgumentError(f"{shown(path)} is no page of HTML, and is not replaced. Choose another --output.")
+        write_atomically(path, content)
+
+
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
     """Open a temporary file that takes the place of ``path`` at the end of the ``with`` block.
@@ -58,9 +75,15 @@ def replacing(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
         path: the file to replace or to make, in a folder that exists.
         mode: its permissions.
 
+    Raises:
+        ArgumentError: the path is a device, a pipe or a socket.
+
     Guarantee: after a crash or an exception ``path`` is what it was before, and no temporary file stays after an
     exception. After the block the new file survives a power cut.
     """
+    kept = path.exists() and not path.is_file() and not path.is_dir()
+    if kept or path.parent.resolve() == Path("/dev"):
+        raise ArgumentError(f"{shown(path)} is a device or a pipe, which a file would replace. Choose another path.")
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -134,9 +135,16 @@ if TYPE_CHECKING:
 LEDGER, CONFIG, WEIGHTS, METRICS = "ledger.jsonl", "config.json", "weights.safetensors", "metrics.json"
 REPORT, CERTIFICATE, MANIFEST = "report.html", "certificate.json", "manifest.json"
 CERTIFICATE_PAGE, CARD, SIGNATURE = "certificate.md", "model_card.md", "signature.json"
+SEARCH_LEDGER = "search.jsonl"
+"""The ledger of the search that a released run is the result of."""
 OWN_LOOP = "training loop"
 """The task in the configuration of a run of ``PrivateRun``."""
-_OWN_FILES = frozenset({LEDGER, CONFIG, WEIGHTS, METRICS, CERTIFICATE, MANIFEST, CERTIFICATE_PAGE, CARD, SIGNATURE})
+_OWN_FILES = frozenset(
+    {LEDGER, SEARCH_LEDGER, CONFIG, WEIGHTS, METRICS, CERTIFICATE, MANIFEST, CERTIFICATE_PAGE, CARD, SIGNATURE}
+)
+_OF_A_START = frozenset({"lock", "checkpoints", "key.json", "started-in.json", CONFIG, LEDGER})
+"""What a run has written before its first checkpoint."""
+_TEMPORARY = re.compile(r"\..+\.tmp")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -317,9 +325,9 @@ class RunFolder:
         is_own = parse_object(read_file(path), name=str(path)).get("task") == OWN_LOOP
         if is_own and not own:
             raise ArgumentError(
-                f"{self.root} is the run of a training loop of its owner's own (PrivateRun): only that program has the "
-                "model, the data and the loop. verify and report work; resume it with PrivateRun.resume, and load "
-                f"release/{WEIGHTS} into the model to use it."
+                f"{self.root} was trained in a loop of your own (PrivateRun): only your program has the model and the "
+                "data. verify and report work. Resume it with PrivateRun.resume; to use the model, load "
+                f"release/{WEIGHTS} into it."
             )
         if own and not is_own:
             raise ArgumentError(f"{self.root} was made by dpvision train: continue it with dpvision resume.")
@@ -367,9 +375,55 @@ class RunFolder:
         """Read the configuration with its paths."""
         return read_file(self.private / CONFIG).decode(errors="replace")
 
-    def note_start(self) -> None:
-        """Record the present directory: relative paths of the configuration are meant from there."""
-        self._write(self._started_in, json_bytes({"folder": str(Path.cwd())}), mode=0o600)
+    def note_start(self, *, job: str | None = None, asked: str | None = None) -> None:
+        """Record the present directory, from which relative paths are meant, the job of torchrun, if any, and a digest
+        of the configuration that was asked for.
+        """
+        noted = {"folder": str(Path.cwd()), "job": job, "asked": asked}
+        self._write(self._started_in, json_bytes(noted), mode=0o600)
+
+    def remove_unspent(self) -> None:
+        """Remove a run that stopped before its first checkpoint, if it charged nothing; else leave it as it is.
+
+        Guarantee: nothing is removed but what a run writes before that checkpoint: the folder may be another one, whose
+        owner keeps files in a ``private`` and a ``release`` too.
+        """
+        if not self._is_start():
+            return
+        self.lock()
+        charged = self.ledger_path.exists() and any(entry.kind == "charge" for entry in read_ledger(self.ledger_path))
+        if not charged and self._is_start():
+            with disk_errors(f"remove {self.root}"):
+                for folder in (self.release, self.checkpoints):
+                    shutil.rmtree(folder, ignore_errors=True)
+                # The lock goes last: until then no other process can begin a run here.
+                for path in sorted(self.private.iterdir(), key=lambda path: path.name == "lock"):
+                    path.unlink()
+                self.private.rmdir()
+        self.close()
+
+    def _is_start(self) -> bool:
+        """Whether there is nothing but what a run writes before its first checkpoint; the lock is its first file."""
+        known = _OF_A_START if (self.private / "lock").is_file() else frozenset({self.checkpoints.name})
+        with disk_errors(f"look into {self.root}"):
+            folders = [each for each in (self.release, self.private, self.checkpoints) if each.is_dir()]
+            found = {path.name for folder in folders for path in folder.iterdir()}
+        return all(name in known or (len(known) > 1 and _TEMPORARY.fullmatch(name)) for name in found)
+
+    def started_by(self) -> str | None:
+        """Return the job of torchrun that started the run; None if there was none."""
+        return self._noted("job")
+
+    def asked_for(self) -> str | None:
+        """Return the digest of the configuration that the run was started with; None for a run of an older version."""
+        return self._noted("asked")
+
+    def _noted(self, name: str) -> str | None:
+        """Return a value of ``note_start``."""
+        if not self._started_in.exists():
+            return None
+        value = parse_object(read_file(self._started_in), name=str(self._started_in)).get(name)
+        return value if isinstance(value, str) else None
 
     def started_in(self) -> Path | None:
         """Return the directory in which the run was started; None for a run of an older version."""
@@ -580,6 +634,9 @@ def _locked(path: Path, root: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not path.exists() or not os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            # Another process removed the run between the two calls above; this lock is of a file that is gone.
+            raise DPVisionError(f"{root} was removed and begun again by another process.")
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
     except BlockingIOError as error:

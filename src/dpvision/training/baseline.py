@@ -3,8 +3,10 @@
 ``--no-privacy`` and ``--baseline`` use the same settings. They follow from public facts, as those of private runs do,
 so that both comparisons are of defaults with defaults.
 
-A linear head on kept features, the usual case, is softmax regression whose training time is chosen on a fifth of the
-training images (``tune_head``), as anyone would do without privacy.
+A linear head on kept features, the usual case, is softmax regression on pixels or on wavelet features
+(``choose_features``), whose training time is chosen too (``tune_head``): both on a fifth of the training images, as
+anyone would do without privacy. Of choices that are equally good as far as that fifth can tell (within one standard
+error; Breiman et al. 1984), the simplest is taken: it has learned the least that holds for the training images alone.
 
 A baseline on private data is as sensitive as the data: its weights and results stay in the run's private/ folder. Its
 accuracy enters the release only where the training images are public: a published dataset, or ``--public-data``.
@@ -13,12 +15,14 @@ accuracy enters the release only where the training images are public: a publish
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from dpvision.accounting import propose_delta
 from dpvision.config import (
     AveragingSettings,
     ModelConfig,
@@ -27,16 +31,26 @@ from dpvision.config import (
     RunConfig,
     ScheduleSettings,
 )
-from dpvision.data import dataset_names
+from dpvision.data import ImageStore, dataset_names
 from dpvision.errors import PrivacyError
+from dpvision.models import create
 from dpvision.storage.files import parse_object, read_file
 from dpvision.storage.run_folder import RunFolder
-from dpvision.training.defaults import DEFAULT_IMAGE_SIZE, Choice, Facts, propose_mask_model, two_digits
+from dpvision.training.defaults import (
+    HEAD_POOL,
+    LEAST_RIDGE,
+    USUAL_EPSILON,
+    Choice,
+    Facts,
+    full_signal,
+    propose_mask_model,
+    propose_model,
+    two_digits,
+)
 
 if TYPE_CHECKING:
     from dpvision.training.trainer import Session
 
-SMALL_DATA: Final = 20_000
 BASELINE: Final = "baseline"
 NEVER_PUBLISH: Final = "trained without privacy on private images: not for release"
 _FEATURE_MODELS: Final = frozenset({"linear", "scatter_linear"})
@@ -45,19 +59,9 @@ _EPOCHS, _NETWORK_EPOCHS, _MASK_EPOCHS = 40, 20, 30
 _FEWEST_STEPS, _MOST_STEPS = 300, 5000
 _MOMENTUM, _FASTEST = 0.9, 4.0
 """Of the head's training; the largest rate, over the mean squared length of a row, is half of what would diverge."""
-_HELD_OUT, _LOOK_EVERY, _MOST_ROWS = 5, 10, 10_000
-"""A fifth of the rows, and of no more than this many, decides on the rate."""
-
-
-def _model(num_units: int, facts: Facts) -> ModelConfig:
-    """Few units: a linear layer on fixed wavelet features. Many small grey ones: a tanh CNN. Else a ScaleResNet-9."""
-    channels, height, width = facts.image_shape
-    few = num_units < SMALL_DATA
-    if few and height % 4 == 0 and width % 4 == 0 and min(height, width) >= 8:
-        return ModelConfig(name="scatter_linear")
-    if few or (channels == 1 and height <= DEFAULT_IMAGE_SIZE):
-        return ModelConfig(name="shoefit_cnn", options={"activation": "tanh"})
-    return ModelConfig(name="scaleresnet9")
+_HELD_OUT, _LOOK_EVERY, _MOST_ROWS, _MOST_CHOOSING = 5, 10, 10_000, 3000
+"""A fifth of the rows decides: on the rate of no more than 10,000 rows, on the features of no more than 3,000."""
+_LEAST_SIDE, _TOGETHER, _MOST_NUMBERS = 8, 64, 10**8
 
 
 def fill_without_privacy(config: RunConfig, facts: Facts) -> tuple[RunConfig, tuple[Choice, ...]]:
@@ -77,7 +81,8 @@ def fill_without_privacy(config: RunConfig, facts: Facts) -> tuple[RunConfig, tu
         return config, ()
     privacy, masks = config.privacy, config.task == "segmentation"
     num_units = privacy.num_units or two_digits(facts.num_units)
-    model = config.model or (propose_mask_model() if masks else _model(num_units, facts))
+    signal = full_signal(num_units, epsilon=USUAL_EPSILON, delta=propose_delta(num_units))
+    model = config.model or (propose_mask_model() if masks else propose_model(facts, signal=signal))
     on_features = model.name in _FEATURE_MODELS or (config.transfer is not None and config.transfer.trained == "head")
     chosen: list[Choice] = []
     batch = privacy.expected_batch_size
@@ -98,17 +103,65 @@ def fill_without_privacy(config: RunConfig, facts: Facts) -> tuple[RunConfig, tu
         reason = "for ordinary training; weight decay against overfitting"
         chosen.append(Choice("optimizer", f"nadam, learning rate {rate:g}, weight decay {decay:g}", reason))
         if config.schedule == ScheduleSettings() and config.averaging == AveragingSettings():
-            update["schedule"] = ScheduleSettings(kind="cosine")
+            update |= {"schedule": ScheduleSettings(kind="cosine"), "averaging": AveragingSettings(kind="none")}
             chosen.append(Choice("schedule", "cosine", "the rate falls to zero"))
     return config.model_copy(update=update), tuple(chosen)
+
+
+def choose_features(config: RunConfig, store: ImageStore) -> tuple[RunConfig, tuple[Choice, ...]]:
+    """Choose pixels or wavelet features for a linear head that no one has named, on a fifth of the training units.
+
+    Args:
+        config: as the user wrote it; a run with privacy, a model or another loss stays as it is.
+        store: the training images.
+
+    Returns:
+        The configuration and the choice.
+
+    Guarantee: none for a run without privacy. A private run's images are not looked at.
+    """
+    named = config.model is not None or config.optimizer is not None or config.loss not in (None, "cross_entropy")
+    channels, *sides = store.image_shape
+    scatters = channels in (1, 3) and min(sides) >= _LEAST_SIDE and not any(side % 4 for side in sides)
+    if config.privacy.enabled or named or config.task != "classification":
+        return config, ()
+    if store.labels.dim() != 1 or not scatters:
+        return config, ()
+    # Units in an order of their own, held out as a whole.
+    order = torch.randperm(store.num_units, generator=torch.Generator().manual_seed(0))[store.unit_of_row]
+    rows = order.argsort()[: min(_MOST_CHOOSING, _MOST_NUMBERS // math.prod(store.image_shape))]
+    held = int((order[rows] <= order[rows[len(rows) // _HELD_OUT]]).sum())
+    if not 1 <= held < len(rows):
+        return config, ()
+    labels = store.labels[rows]
+    pool = min(HEAD_POOL, *(side // 4 for side in sides))
+    candidates = (
+        ModelConfig(name="linear"),
+        ModelConfig(name="scatter_linear", options={"standardise": "whitened", "pool": pool, "ridge": LEAST_RIDGE}),
+    )
+    errors: list[float] = []
+    for model in candidates:
+        size = (sides[0], sides[1])
+        network = create(model.name, num_classes=2, in_channels=channels, seed=0, image_size=size, **model.options)
+        backbone = nn.Sequential(*list(network.children())[:-1])
+        with torch.no_grad():
+            parts = (torch.as_tensor(store.images[some]).float() / 127.5 - 1 for some in rows.split(_TOGETHER))
+            features = torch.cat([backbone(some) for some in parts])
+        steps = max(_FEWEST_STEPS, math.ceil(_EPOCHS * len(rows) / _FEATURE_BATCH))
+        errors.append(_search_time(features, labels, held=held, batch=_FEATURE_BATCH, steps=steps).error)
+    enough = min(errors) + math.sqrt(max(min(errors), 1 / held) * (1 - min(errors)) / held)
+    chosen = next(model for model, error in zip(candidates, errors, strict=True) if error <= enough)
+    what = "pixels" if chosen.name == "linear" else "wavelet features"
+    choice = Choice("model", chosen.name, f"{what}, the simplest within one standard error on a fifth of the images")
+    return config.model_copy(update={"model": chosen}), (choice,)
 
 
 def tune_head(config: RunConfig, head: nn.Module, rows: Tensor, labels: Tensor) -> tuple[RunConfig, Choice] | None:
     """Choose how long a linear head is trained, on a fifth of the training images; None for any other network.
 
     Gradient descent from zero learns what most images have in common first, so that time is its regularisation. One
-    training on four fifths shows the time at which the loss on the rest is least. The rate follows from it, because the
-    number of steps is part of the plan.
+    training on four fifths shows the shortest time at which the loss on the rest is within one standard error of the
+    least one. The rate follows from it, because the number of steps is part of the plan.
 
     Args:
         config: the resolved configuration of a run without privacy that left the optimizer open.
@@ -133,34 +186,49 @@ def tune_head(config: RunConfig, head: nn.Module, rows: Tensor, labels: Tensor) 
     plan = config.plan
     some = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:_MOST_ROWS]
     rows, labels = rows[some].float(), labels[some]
-    square = 1 + rows.square().sum(1).mean().item()
-    fastest = _FASTEST / square
-    time = _best_time(rows, labels, rate=fastest, batch=round(plan.expected_batch_size), steps=plan.steps)
-    rate = float(f"{fastest * time / plan.steps:.2g}")
+    fastest = _FASTEST / (1 + rows.square().sum(1).mean().item())
+    batch = round(plan.expected_batch_size)
+    found = _search_time(rows, labels, held=len(rows) // _HELD_OUT, batch=batch, steps=plan.steps)
+    rate = float(f"{fastest * found.steps / plan.steps:.2g}")
     optimizer = OptimizerSettings(name="sgd", learning_rate=rate, momentum=_MOMENTUM)
     update = {"optimizer": optimizer, "schedule": ScheduleSettings(), "averaging": AveragingSettings()}
-    reason = "the rate with the least loss on a fifth of the training images"
+    reason = "the least rate whose loss on a fifth of the training images is within one standard error of the best"
     choice = Choice("optimizer", f"sgd, learning rate {rate:g}, momentum {_MOMENTUM:g}", reason)
     return config.model_copy(update=update), choice
 
 
-def _best_time(rows: Tensor, labels: Tensor, *, rate: float, batch: int, steps: int) -> int:
-    """Steps after which softmax regression on the last four fifths of the rows has the least loss on the first one."""
+@final
+@dataclass(frozen=True)
+class _Found:
+    """The time of a training, and the share of wrong predictions on held-out rows after it."""
+
+    steps: int
+    error: float
+
+
+def _search_time(rows: Tensor, labels: Tensor, *, held: int, batch: int, steps: int) -> _Found:
+    """Find how long softmax regression on all but the first ``held`` rows improves the loss on these."""
     generator = torch.Generator().manual_seed(0)
-    held, kept = torch.arange(len(rows)).split([len(rows) // _HELD_OUT, len(rows) - len(rows) // _HELD_OUT])
     x, y = functional.pad(rows, (0, 1), value=1.0), labels.long()
+    rate = _FASTEST / x.square().sum(1).mean().item()
+    kept = torch.arange(held, len(x))
     weights = torch.zeros(x.shape[1], int(y.max()) + 1)
     velocity = torch.zeros_like(weights)
     targets = functional.one_hot(y, weights.shape[1]).float()
-    best = (math.inf, _LOOK_EVERY)
+    looks: list[tuple[float, float, _Found]] = []
     for step in range(1, steps + 1):
         drawn = kept if len(kept) <= batch else kept[torch.randint(len(kept), (batch,), generator=generator)]
         residual = (x[drawn] @ weights).softmax(1) - targets[drawn]
         velocity = _MOMENTUM * velocity + x[drawn].T @ residual / len(drawn)
         weights = weights - rate * velocity
-        if step % _LOOK_EVERY == 0:
-            best = min(best, (functional.cross_entropy(x[held] @ weights, y[held]).item(), step))
-    return best[1]
+        if step % _LOOK_EVERY == 0 or step == steps:
+            scores = x[:held] @ weights
+            losses = functional.cross_entropy(scores, y[:held], reduction="none")
+            error = 1 - scores.argmax(1).eq(y[:held]).float().mean().item()
+            deviation = losses.std().item() if held > 1 else 0.0
+            looks.append((losses.mean().item(), deviation / math.sqrt(held), _Found(step, error)))
+    least, deviation, _ = min(looks, key=lambda look: look[0])
+    return next(found for loss, _, found in looks if loss <= least + deviation)
 
 
 def without_privacy(asked: RunConfig) -> RunConfig:

@@ -7,18 +7,54 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from dpvision.training.defaults import Choice
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from dpvision.data import Normalisation
+    from dpvision.data.store import MappedImages
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Snapshot:
+    """A copy of a run's weights at one moment, for a callback that wants them.
+
+    Attributes:
+        step: finished steps.
+        epsilon: spent so far; None without privacy.
+        private: whether the weights are covered by the run's guarantee.
+        model: a copy in evaluation mode; the run does not see what happens to it.
+        moments: copies of the optimizer's state, by "exp_avg/PARAMETER" and the like.
+        normalisation: the pixel constants.
+        public_images: test images (uint8) that are public for any use; None if the run has none.
+    """
+
+    step: int
+    epsilon: float | None
+    private: bool
+    model: nn.Module
+    moments: Mapping[str, Tensor]
+    normalisation: Normalisation
+    public_images: Tensor | MappedImages | None
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """Return images as the model takes them."""
+        return self.normalisation.apply(images)
 
 
 class RunCallback:
     """What a progress display or a test is told about a run: override what you need, every method does nothing here.
 
-    Guarantee: only public values are passed: step counts, epsilon and metrics of the public test split.
+    Guarantee: only public values are passed: step counts, epsilon, metrics of the public test split and, to callbacks
+    that want them, weights, which are as public as those of the release.
     """
 
     def started(self, *, name: str, steps: int, done: int, choices: tuple[Choice, ...]) -> None:
@@ -29,6 +65,17 @@ class RunCallback:
 
     def evaluated(self, point: dict[str, Any]) -> None:
         """One more point of the curve on the public test split."""
+
+    @property
+    def wants_weights(self) -> bool:
+        """Whether ``weights`` is to be called; copies are not made otherwise."""
+        return False
+
+    def weights(self, snapshot: Snapshot) -> None:
+        """A copy of the weights before the first step and at each evaluation, if ``wants_weights``.
+
+        Those of a private run are functions of charged releases: they may be used like released weights.
+        """
 
     def progressed(self, what: str, *, done: int, total: int) -> None:
         """``done`` of ``total`` rows of other long work, such as "features of mnist", are finished."""
@@ -72,6 +119,17 @@ class Callbacks(RunCallback):
         """Tell each callback."""
         for each in self._callbacks:
             each.evaluated(point)
+
+    @property
+    def wants_weights(self) -> bool:
+        """Whether any callback wants them."""
+        return any(each.wants_weights for each in self._callbacks)
+
+    def weights(self, snapshot: Snapshot) -> None:
+        """Tell the callbacks that want them."""
+        for each in self._callbacks:
+            if each.wants_weights:
+                each.weights(snapshot)
 
     def progressed(self, what: str, *, done: int, total: int) -> None:
         """Tell each callback."""

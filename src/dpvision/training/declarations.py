@@ -9,11 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from dpvision.accounting import mechanism_guarantee
-from dpvision.config import RunConfig, ViewsConfig
+from dpvision.config import Precision, RunConfig, ViewsConfig
 from dpvision.data.datasets import dataset_names
-from dpvision.data.splits import RunSplits, may_show_images
+from dpvision.data.splits import RunSplits, may_show_images, owners_may_be_shared
 from dpvision.privacy.ledger import Ledger
-from dpvision.release.statements import HELD_OUT, OWN_TEST, SHOWN_IMAGES, TEST_SPLIT, own_code_declarations
+from dpvision.release.statements import (
+    HELD_OUT,
+    OWN_TEST,
+    PRECISION,
+    PROCESSES,
+    SEVERAL_PROCESSES,
+    SHOWN_IMAGES,
+    TEST_SPLIT,
+    own_code_declarations,
+)
 from dpvision.training.lineage import note_lineage, transfer_declarations
 from dpvision.training.prepare import extra_charges
 from dpvision.training.pretrained import KNOWN_WEIGHTS
@@ -23,6 +32,9 @@ from dpvision.training.stages import mirrored
 def declarations(config: RunConfig, pictures: RunSplits) -> list[tuple[str, str]]:
     """Return pairs of (what, how) for everything that is declared instead of charged."""
     found = [("privacy units", units_come_from(config, pictures)), (TEST_SPLIT, test_split(config, pictures))]
+    if owners_may_be_shared(config, pictures):
+        how = "not known for all of them: those who are known have no training images, the others may have some"
+        found.append(("owners of test images", how))
     found += rows_of_owners(config)
     if may_show_images(config):
         found.append(
@@ -46,8 +58,8 @@ def declarations(config: RunConfig, pictures: RunSplits) -> list[tuple[str, str]
         found.append(
             (
                 "training images",
-                "declared public by whoever configured the run: results of training on them without privacy may stand "
-                "beside this run, and no epsilon covers those",
+                "declared public by the person who configured the run: results of training on them without privacy may "
+                "be shown beside this run, and no epsilon covers those",
             )
         )
     if config.data.normalisation == "published":
@@ -63,6 +75,10 @@ def declarations(config: RunConfig, pictures: RunSplits) -> list[tuple[str, str]
         found.append(("learning-rate schedule", "follows the loss on the test split, which is declared public"))
     if config.views != ViewsConfig():
         found.append(("augmented views", views_text(config)))
+    if config.performance.partial_sums is not None:
+        found.append((PROCESSES, SEVERAL_PROCESSES))
+    if config.performance.precision != "float32":
+        found.append((PRECISION, precision_text(config.performance.precision)))
     found += own_code_declarations(config.public().model_dump(mode="json"))
     return [*found, *transfer_declarations(config, planned_epsilon=planned_epsilon(config))]
 
@@ -72,6 +88,14 @@ def note_declarations(ledger: Ledger, config: RunConfig, pictures: RunSplits) ->
     for what, how in declarations(config, pictures):
         ledger.note("declare", {"what": what, "how": how})
     note_lineage(ledger, config)
+
+
+def precision_text(precision: Precision) -> str:
+    """How layers of low precision are computed, and what is not."""
+    return (
+        f"layers are computed in {precision} (autocast), norms in float32 and sums in float64: a unit is clipped by "
+        "the norm of what is summed"
+    )
 
 
 def planned_epsilon(config: RunConfig) -> float | None:

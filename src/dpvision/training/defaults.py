@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import final
 
 from dpvision.accounting import propose_delta, steps_for_epochs
-from dpvision.config import LARGEST, AveragingSettings, ModelConfig, OptimizerSettings, RunConfig
+from dpvision.config import LARGEST, AveragingSettings, ModelConfig, OptimizerSettings, PrivacyConfig, RunConfig
 from dpvision.errors import ArgumentError
 from dpvision.models import catalogue, entry
 from dpvision.own_code import is_own
@@ -32,15 +32,24 @@ MASK_WIDTH, MASK_PASSES = 8, 10
 MOST_PROPOSED_STEPS = 10_000
 HEAD_STEPS = 60
 """Steps of a linear head. Every unit is in every step, so the noise on the weights does not depend on their number."""
-HEAD_POOL, FULL_RESOLUTION = 4, 10_000.0
-"""Regions along a side; from this signal on, features keep their resolution."""
-HEAD_CLIP, PRETRAINED_CLIP = 0.7, 0.5
-"""Clip norm over √D: about the length of a gradient at the start, so that clipping does not hide unequal classes."""
-LOGIT_NOISE, NOISE_PER_FURTHER_CLASS, MOST_LOGIT_NOISE = 0.35, 0.0344, 0.9
-NOISE_OF_TWO_CLASSES, PRETRAINED_NOISE_OF_TWO_CLASSES = 0.04, 0.01
-"""Two classes: a ninth of what suits test images like the training images (0.35); see decision 0011 on shifts."""
-TIME_PER_CLASS, TIME_OF_TWO_CLASSES, PRETRAINED_TIME_PER_CLASS = 10.0, 26.0, 4.0
+HEAD_POOL, MOST_REGIONS, FULL_RESOLUTION = 4, 8, 10_000.0
+"""Regions along a side, weak signal and strong; from which signal on it is strong."""
+HEAD_CLIP, OFFSET_CLIP = 0.1, 0.5
+"""Clip norm over √D. A gradient is about 0.7·√D long at the start: with a seventh of that every unit counts the same
+until it is clearly on its side, which takes less noise for the same growth of a logit, and rare classes count more."""
+LOGIT_NOISE, NOISE_PER_FURTHER_CLASS, MOST_LOGIT_NOISE = 0.7, 0.069, 1.25
+NOISE_OF_TWO_CLASSES, MOST_NOISE_OF_TWO_CLASSES = 0.6, 1.2
+SHIFTED_SIGNAL = 420.0
+"""Two classes without pretrained weights: of a signal, so much goes without longer training. It is less than what suits
+test images like the training images; see decision 0011 on shifts."""
+TIME_PER_CLASS, TIME_OF_TWO_CLASSES, PRETRAINED_TIME_PER_CLASS = 20.0, 150.0, 8.0
 """Least rate times steps, in units of one clipped gradient on a row of length one: below, unequal classes decide."""
+OFFSET_SIGNAL, MOST_OFFSET, LAST_OFFSET_SIGNAL = 200.0, 1.73, 2000.0
+"""Two classes on pretrained features: a constant feature in training alone, over √D: √(signal / 200), at most √3. It
+learns how frequent the classes are, so that a short training learns what differs between them. It takes its part of a
+clipped gradient, which a weak signal lacks; a signal above 2,000 learns both without it. See decision 0011."""
+OFFSET_NOISE, OFFSET_TIME = 0.15, 80.0
+"""κ with such a feature, and the most rate times steps: enough, and longer training has no gain."""
 RIDGE_AT, LEAST_RIDGE, MOST_RIDGE = 1000.0, 0.3, 10.0
 PUBLIC_TIME = 60.0
 """Rate times steps for each class, over the squared length of a row, without privacy."""
@@ -103,7 +112,7 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
         shown = f"{value:g}" if isinstance(value, float) else str(value)
         choices.append(Choice(setting, shown, reason))
 
-    num_units = privacy.num_units or two_digits(facts.num_units)
+    num_units = units_for_defaults(privacy, facts)
     if privacy.num_units is None:
         choose("num_units", num_units, "the size of a published dataset, or of one without privacy, to two digits")
     if privacy.delta is None and privacy.enabled:
@@ -143,9 +152,13 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
     clip_norm = privacy.clip_norm
     if clip_norm is None and privacy.enabled:
         usual_clip = OTHER_HEAD_CLIP if other_head else 1.0 if masks else 0.5 if small else 1.5
-        clip_norm = usual_clip if head is None else head_clip_norm(head, pretrained=config.transfer is not None)
-        reason = "the value that works for this family of models"
-        choose("clip_norm", clip_norm, reason if head is None else f"about the length of a gradient on {head} features")
+        clip_norm = usual_clip
+        own = is_own(model.name)
+        reason = "usual; not tuned for your model" if own else "the value that works for this family of models"
+        if head is not None:
+            clip_norm = head_clip_norm(head, offset=float(model.options.get("offset", 0.0)))
+            reason = f"follows from the length of a gradient on {head} features"
+        choose("clip_norm", clip_norm, reason)
     if config.model is None:
         reason = "enough units" if not (small or masks) else "few parameters suit few units"
         text = model.name + "".join(
@@ -160,6 +173,7 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
         clip_norm=clip_norm or 1.0,
         delta=delta,
         pretrained=config.transfer is not None,
+        offset=float(model.options.get("offset", 0.0)),
     )
     proposed = propose_optimizer(model.name) if head is None else _head_optimizer(config, plan, num_units)
     if other_head:
@@ -238,6 +252,7 @@ class HeadPlan:
     clip_norm: float
     delta: float
     pretrained: bool = False
+    offset: float = 0.0
 
 
 def full_signal(num_units: int, *, epsilon: float, delta: float) -> float:
@@ -283,29 +298,35 @@ def estimated_noise(num_units: int, *, batch: float, steps: int, mu: float) -> f
     return 1 / math.sqrt(math.log1p(mu**2 / (rate**2 * steps)))
 
 
-def logit_noise(classes: int, *, pretrained: bool = False) -> float:
+def logit_noise(classes: int, *, pretrained: bool = False, offset: float = 0.0) -> float:
     """κ: the noise on a logit that a plan may spend, for a strong signal.
 
     A class has a K-th of the units, so that its logit needs a larger rate to grow as large, and more classes need
-    finer differences; above 0.9 the noise itself decides between classes. A model of two classes has a threshold, which
-    longer training fits to the training images: it is trained for less, because a shift in new images moves it.
+    finer differences; above 1.25 the noise itself decides between classes. A model of two classes has a threshold,
+    which longer training fits to the training images: it is trained for less, because a shift in new images moves it.
     """
-    if pretrained:
-        return min(PRETRAINED_NOISE_OF_TWO_CLASSES * (max(2, classes) / 2) ** 2, MOST_LOGIT_NOISE)
-    if classes <= 2:
+    if offset:
+        return OFFSET_NOISE
+    if classes <= 2 and not pretrained:
         return NOISE_OF_TWO_CLASSES
-    return min(LOGIT_NOISE + NOISE_PER_FURTHER_CLASS * (classes - 2), MOST_LOGIT_NOISE)
+    return min(LOGIT_NOISE + NOISE_PER_FURTHER_CLASS * max(0, classes - 2), MOST_LOGIT_NOISE)
 
 
-def training_time(classes: int, *, signal: float, pretrained: bool = False) -> float:
+def training_time(classes: int, *, signal: float, pretrained: bool = False, offset: float = 0.0) -> float:
     """τ: rate times steps, in units of one clipped gradient on a row of length one.
 
     What ``logit_noise`` allows, and at least so much that the mean of all images, which says nothing about classes, has
-    been learned. Pretrained features separate classes sooner.
+    been learned. Pretrained features separate classes sooner. With an ``offset`` nothing has to be learned first, and
+    where the signal is weak, a short training keeps to the more frequent class instead of to noise.
     """
+    if offset:
+        return min(logit_noise(classes, offset=offset) * signal, OFFSET_TIME)
     least = max(2, classes) * (PRETRAINED_TIME_PER_CLASS if pretrained else TIME_PER_CLASS)
-    least = TIME_OF_TWO_CLASSES if classes <= 2 and not pretrained else least
-    return min(max(least, logit_noise(classes, pretrained=pretrained) * signal), MOST_LOGIT_NOISE * signal)
+    most, kept_back = MOST_LOGIT_NOISE, 0.0
+    if classes <= 2 and not pretrained:
+        least, most, kept_back = TIME_OF_TWO_CLASSES, MOST_NOISE_OF_TWO_CLASSES, SHIFTED_SIGNAL
+    noise = logit_noise(classes, pretrained=pretrained)
+    return min(max(least, noise * (signal - kept_back)), most * signal)
 
 
 def whitening_ridge(signal: float) -> float:
@@ -325,14 +346,48 @@ def head_features(model: ModelConfig, facts: Facts, config: RunConfig) -> int | 
     return None
 
 
-def head_clip_norm(features: int, *, pretrained: bool = False) -> float:
+def head_clip_norm(features: int, *, offset: float = 0.0) -> float:
     """The clip norm of a linear head on rows of length √features, to two digits."""
-    return float(f"{(PRETRAINED_CLIP if pretrained else HEAD_CLIP) * math.sqrt(features):.2g}")
+    share = OFFSET_CLIP if offset else HEAD_CLIP
+    return float(f"{share * math.sqrt(features):.2g}")
+
+
+def head_offset(classes: int, *, signal: float, pretrained: bool) -> float:
+    """The constant feature that the head of a private run has in training alone, over √D, to two digits; 0 for none."""
+    if not pretrained or classes != 2 or signal > LAST_OFFSET_SIGNAL:
+        return 0.0
+    return float(f"{min(MOST_OFFSET, math.sqrt(signal / OFFSET_SIGNAL)):.2g}")
+
+
+def add_offset(config: RunConfig, facts: Facts) -> tuple[RunConfig, tuple[Choice, ...]]:
+    """Give the private head of two classes on pretrained features its constant feature, see ``head_offset``.
+
+    Args:
+        config: with a model that the defaults chose, and units counted.
+        facts: public facts about the data.
+
+    Returns:
+        The configuration and the choice.
+    """
+    privacy, model = config.privacy, config.model
+    scores = config.task == "classification" and config.data.findings is None
+    fits = privacy.enabled and scores and config.loss in (None, "cross_entropy")
+    if not fits or model is None or head_features(model, facts, config) is None:
+        return config, ()
+    num_units = units_for_defaults(privacy, facts)
+    delta = privacy.delta or propose_delta(num_units)
+    signal = full_signal(num_units, epsilon=privacy.target_epsilon or USUAL_EPSILON, delta=delta)
+    offset = head_offset(facts.num_classes, signal=signal, pretrained=config.transfer is not None)
+    if not offset:
+        return config, ()
+    model = model.model_copy(update={"options": {**model.options, "offset": offset}})
+    reason = "a constant feature in training alone learns how frequent the two classes are; predictions leave it out"
+    return config.model_copy(update={"model": model}), (Choice("offset", f"{offset:g}", reason),)
 
 
 def head_rate(plan: HeadPlan, *, signal: float) -> float:
     """The rate of a linear head: ``training_time`` / (C·√D·T), to two digits."""
-    time = training_time(plan.classes, signal=signal, pretrained=plan.pretrained)
+    time = training_time(plan.classes, signal=signal, pretrained=plan.pretrained, offset=plan.offset)
     return float(f"{time / (plan.clip_norm * math.sqrt(plan.features) * plan.steps):.2g}")
 
 
@@ -351,6 +406,11 @@ def _head_optimizer(config: RunConfig, plan: HeadPlan, num_units: int) -> Optimi
     return OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.0)
 
 
+def units_for_defaults(privacy: PrivacyConfig, facts: Facts) -> int:
+    """The declared or counted number of units, or the size of a published dataset to two digits."""
+    return privacy.num_units or two_digits(facts.num_units)
+
+
 def two_digits(count: int) -> int:
     """Round to two significant digits."""
     power = 10 ** max(0, len(str(count)) - 2)
@@ -361,7 +421,9 @@ def propose_model(facts: Facts, *, signal: float) -> ModelConfig:
     """A linear layer on fixed wavelet features, as strongly decorrelated as the signal allows; else a tanh CNN."""
     _, height, width = facts.image_shape
     if height % 4 == 0 and width % 4 == 0 and min(height, width) >= 8:
-        pool = 0 if signal >= FULL_RESOLUTION else min(HEAD_POOL, height // 4, width // 4)
+        positions = min(height, width) // 4
+        strong = MOST_REGIONS if positions > MOST_REGIONS else 0
+        pool = strong if signal >= FULL_RESOLUTION else min(HEAD_POOL, positions)
         options = {"standardise": "whitened", "pool": pool, "ridge": whitening_ridge(signal)}
         return ModelConfig(name="scatter_linear", options=options)
     return ModelConfig(name="shoefit_cnn", options={"activation": "tanh"})
@@ -386,7 +448,9 @@ def require_fitting_model(model: ModelConfig, *, masks: bool) -> None:
 def fit_model(model: ModelConfig, facts: Facts) -> ModelConfig:
     """Set the input size of models that need one."""
     if not is_own(model.name) and "image_size" in entry(model.name).options and "image_size" not in model.options:
-        return model.model_copy(update={"options": {**model.options, "image_size": facts.image_shape[1]}})
+        _, height, width = facts.image_shape
+        size = height if height == width else f"{height}x{width}"
+        return model.model_copy(update={"options": {**model.options, "image_size": size}})
     return model
 
 

@@ -88,7 +88,9 @@ def draw_weights(model: nn.Module, config: RunConfig, splits: RunSplits, keys: K
         if config.transfer.initialisation == "mean_var":
             like = create_model(config, splits, seed=0, code=code)
             fit(like, found.tensors, rename=found.rename, head=True)
-            with seeded(keys.seed("init", "mean_var")):
+            # Initial weights need no secrecy: a numbered draw is the same in every run.
+            seed = config.transfer.draw
+            with seeded(keys.seed("init", "mean_var") if seed is None else seed):
                 mean_var(drawn, like)
         else:
             fit(drawn, found.tensors, rename=found.rename)

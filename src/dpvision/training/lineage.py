@@ -104,7 +104,7 @@ def _origin_text(transfer: TransferConfig) -> str:
     if transfer.prior is not None:
         trained_on = ", ".join(transfer.prior.data)
     if transfer.source not in (None, trained_on):
-        trained_on = f"{trained_on} (whoever configured the run adds: {transfer.source})"
+        trained_on = f"{trained_on} (the person who configured the run adds: {transfer.source})"
     file = f"{Path(transfer.weights).name} (SHA-256 {transfer.sha256}), trained on {trained_on}{licence}"
     return f"{file}: {_standing(transfer.prior)}"
 
@@ -141,9 +141,9 @@ def _composition(config: RunConfig, planned_epsilon: float | None) -> str | None
     epsilons = [epsilon for _, epsilon, _ in private]
     total = rounded_up(math.fsum([*epsilons, planned_epsilon]))
     delta = rounded_up(math.fsum([*(delta for _, _, delta in private), own_delta]))
-    nobody = "; whoever is in the data of a run without privacy has no guarantee" if len(private) < len(runs) else ""
+    nobody = "; a person in the data of a run without privacy has no guarantee" if len(private) < len(runs) else ""
     return (
-        f"whoever is in the data of this run and of {len(private)} before it is protected by their sum: epsilon at "
+        f"a person in the data of this run and of {len(private)} before it is protected by their sum: epsilon at "
         f"most {total} at delta {delta} (basic composition of {', '.join(map(rounded_up, epsilons))} and this run's "
         f"plan of {rounded_up(planned_epsilon)}); this certificate's own epsilon counts this run alone{nobody}"
     )
@@ -152,10 +152,10 @@ def _composition(config: RunConfig, planned_epsilon: float | None) -> str | None
 def _what_learns(transfer: TransferConfig) -> str:
     """State which parameters are trained."""
     words = {
-        "head": "the head alone, drawn anew; all else stays as it was loaded",
-        "last": f"the last {transfer.stages} stages, the head drawn anew; all else stays as it was loaded",
-        "all": "everything, the head drawn anew",
-        "head_then_all": f"the head, drawn anew, for {transfer.head_steps} steps, then everything",
+        "head": "the head alone, initialised again; all else stays as it was loaded",
+        "last": f"the last {transfer.stages} stages, the head initialised again; all else stays as it was loaded",
+        "all": "everything, the head initialised again",
+        "head_then_all": f"the head, initialised again, for {transfer.head_steps} steps, then everything",
     }
     if transfer.initialisation == "mean_var":
         return "everything, each layer drawn with the mean and variance that it has in the first weights"

@@ -27,14 +27,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, final
 
-from dpvision.accounting import Charges, calibrate_noise_multiplier, mechanism_guarantee, propose_delta
+from dpvision.accounting import (
+    AttackRisk,
+    Charges,
+    calibrate_noise_multiplier,
+    full_profile,
+    mechanism_guarantee,
+    propose_delta,
+)
 from dpvision.accounting.charges import SMALLEST_RATE
 from dpvision.config import ModelConfig, RunConfig, parse_config, required
 from dpvision.data import ImageStore, dataset_names
-from dpvision.data.splits import RunSplits, load_splits
+from dpvision.data.packed_store import is_packed, with_packed_settings
+from dpvision.data.splits import RunSplits, load_splits, owners_may_be_shared
 from dpvision.data.table_files import is_table
 from dpvision.data.units import OWNED_BY_FILE, owner_hint
-from dpvision.errors import ArgumentError, PrivacyError, brief
+from dpvision.errors import ArgumentError, PrivacyError, brief, some_of
 from dpvision.models import entry
 from dpvision.own_code import Kind, RunCode, code_of, is_own, named_again, place_of
 from dpvision.privacy.mechanism import COUNTED_UNITS, CountedUnits, Event, rounded_up
@@ -42,7 +50,7 @@ from dpvision.privacy.noise import noisy_count
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.sampling import mismatch_note
 from dpvision.release.statements import PIXEL_STATISTICS, VOLUME
-from dpvision.training.baseline import fill_without_privacy
+from dpvision.training.baseline import choose_features, fill_without_privacy
 from dpvision.training.defaults import (
     DEFAULT_IMAGE_SIZE,
     DEFAULT_MASK_SIZE,
@@ -50,6 +58,7 @@ from dpvision.training.defaults import (
     PRETRAINED_IMAGE_SIZE,
     Choice,
     Facts,
+    add_offset,
     fill_open_settings,
     head_features,
     require_fitting_model,
@@ -63,6 +72,8 @@ SLICES_PER_PATIENT = 4
 COUNT_NOISE = 45.0
 """Noise of the count at a target epsilon of one: it raises the noise on the gradients by about 0.3 %."""
 USUAL_TARGET = 3.0
+USUAL_UNITS = 10_000
+"""Stands for the number of units where delta and the number are open and a limit on attacks is turned into epsilon."""
 NEARLY_BLACK = 40
 """Images whose brightest byte is below this had 12 bits stored in 16, or the like."""
 MOST_COUNTED = 10**8
@@ -98,8 +109,11 @@ def prepare(config: RunConfig, keys: Keys, data: object | None = None) -> Prepar
     """
     if config.data.mean is not None or config.data.std is not None:
         raise ArgumentError("mean and std are written by the run itself: choose normalisation instead.")
+    if data is None:  # a packed store has the settings with which its source was read
+        config = config.model_copy(update={"data": with_packed_settings(config.data)})
     asked, model_was_open = config, config.model is None
-    folder = Path(config.data.source).is_dir() or is_table(Path(config.data.source))
+    config = _updated(config, "privacy", {"target_epsilon": epsilon_for_defaults(config)})
+    folder = _holds_files(config)
     config, of_weights = choose_pretrained(config, config.data.image_size) if folder else (config, ())
     config, sized = choose_image_shape(config, model_was_open=model_was_open)
     config, constants = resolve_initial_weights(config)
@@ -126,15 +140,20 @@ def prepare(config: RunConfig, keys: Keys, data: object | None = None) -> Prepar
     )
     if config.data.findings is not None and config.loss is None:
         config = config.model_copy(update={"loss": "binary_cross_entropy"})
+    config, offset = add_offset(config, facts) if model_was_open else (config, ())
+    config, features = choose_features(config, train)
     config, ordinary = fill_without_privacy(config, facts)
     config, chosen = fill_open_settings(config, facts)
     require_both_stages(config)
+    config = _updated(config, "privacy", {"target_epsilon": asked.privacy.target_epsilon})
     config = parse_config((calibrate(config) if config.privacy.enabled else config).model_dump())
     head = head_features(required(config.model, "model"), facts, config) is not None
     expected = forecast(config, num_classes=train.num_classes, linear_head=head)
     hint = pretrained_note(asked, config.data.image_size or min(sides))
     found = (*notes(config, splits), *([] if hint is None else [hint]))
-    return Prepared(config, splits, (*of_weights, *sized, *counted, *ordinary, *chosen), found, expected)
+    return Prepared(
+        config, splits, (*of_weights, *sized, *counted, *offset, *features, *ordinary, *chosen), found, expected
+    )
 
 
 def load_run_code(
@@ -218,17 +237,14 @@ def choose_image_shape(config: RunConfig, *, model_was_open: bool = True) -> tup
     Colour, because grey images stored in colour lose nothing by it in the default model; --channels 1 declares grey.
     """
     data, masks = config.data, config.task == "segmentation"
-    path = Path(data.source)
-    if data.source in dataset_names() or not (path.is_dir() or is_table(path)):
+    if data.source in dataset_names() or not _holds_files(config):
         return config, ()
     chosen: dict[str, object] = {}
     reasons: list[str] = []
     if data.image_size is None:
-        side, reason = (
-            DEFAULT_MASK_SIZE if masks else DEFAULT_IMAGE_SIZE,
-            "small images train fast; raise it for detail",
-        )
-        if config.transfer is not None and config.transfer.weights in KNOWN_WEIGHTS and model_was_open:
+        side = DEFAULT_MASK_SIZE if masks else DEFAULT_IMAGE_SIZE
+        reason = "small images train fast; raise it for detail"
+        if model_was_open and config.transfer is not None and config.transfer.weights in KNOWN_WEIGHTS:
             side, reason = PRETRAINED_IMAGE_SIZE, "pretrained weights read detail"
         chosen["image_size"] = side
         reasons.append(reason)
@@ -285,12 +301,12 @@ def name_normalisation(config: RunConfig, splits: RunSplits) -> RunConfig:
 
 
 def fit_pretrained_head(config: RunConfig, *, model_was_open: bool) -> RunConfig:
-    """Let a head that is trained alone start at zero, and its backbone see detail, unless the user chose otherwise.
+    """Let a head that is trained alone start at zero, and its backbone see detail, unless the user chose a model.
 
     Drawn weights would put noise on every logit that a short private training does not remove.
     """
     model = config.model
-    alone = config.transfer is not None and config.transfer.trained == "head" and config.optimizer is None
+    alone = config.transfer is not None and config.transfer.trained == "head"
     if not alone or not model_was_open or model is None or is_own(model.name):
         return config
     known = entry(model.name).options
@@ -342,9 +358,9 @@ def require_plan_for_any_count(config: RunConfig) -> None:
     A refused command charges nothing, so neither its message nor the refusal may depend on the count.
     """
     privacy, transfer = config.privacy, config.transfer
-    if privacy.noise_multiplier is not None and privacy.target_epsilon is not None:
+    if privacy.noise_multiplier is not None and (privacy.target_epsilon or privacy.target_risk) is not None:
         raise ArgumentError(
-            "noise_multiplier and target_epsilon together need num_units: whether the plan stays within the target "
+            "noise_multiplier and a target together need num_units: whether the plan stays within the target "
             "would tell how many units were counted. Declare num_units, or leave one of the two open."
         )
     if transfer is not None and transfer.head_steps is not None and privacy.steps is None:
@@ -379,8 +395,22 @@ def require_both_stages(config: RunConfig) -> None:
         raise ArgumentError(f"head_steps must be below steps={steps}, got {head_steps}. Lower it.")
 
 
+def epsilon_for_defaults(config: RunConfig) -> float | None:
+    """Return the epsilon by which defaults are chosen: the target, or about that of a limit on attacks.
+
+    The latter is that of a Gaussian release. It proves nothing; ``calibrate`` keeps the limit.
+    """
+    privacy = config.privacy
+    if privacy.target_epsilon is not None or privacy.target_risk is None or not privacy.enabled:
+        return privacy.target_epsilon
+    delta = privacy.delta or propose_delta(privacy.num_units or USUAL_UNITS)
+    return AttackRisk.parse(privacy.target_risk).gaussian_epsilon(delta=delta)
+
+
 def calibrate(config: RunConfig) -> RunConfig:
-    """Set the noise multiplier so that the whole plan stays within the target epsilon.
+    """Set the noise multiplier so that the whole plan stays within the target epsilon and the limit on attacks.
+
+    Where only a limit on attacks is given, the epsilon that the plan spends becomes the target epsilon.
 
     Raises:
         ArgumentError: delta is open, or the given noise multiplier would spend more than the target.
@@ -388,19 +418,28 @@ def calibrate(config: RunConfig) -> RunConfig:
     privacy, extra = config.privacy, extra_charges(config)
     if privacy.delta is None:
         raise ArgumentError("delta must be given: it has no default. Choose one below 1 / num_units.")
+    risk = None if privacy.target_risk is None else AttackRisk.parse(privacy.target_risk)
     if privacy.noise_multiplier is None:
-        noise = calibrate_noise_multiplier(
-            num_units=required(privacy.num_units, "num_units"),
-            expected_batch_size=required(privacy.expected_batch_size, "expected_batch_size"),
-            steps=required(privacy.steps, "steps"),
-            target_epsilon=required(privacy.target_epsilon, "target_epsilon"),
-            delta=privacy.delta,
-            adjacency=privacy.adjacency,
-            extra=extra,
-            # Whether hardly any noise is needed depends on the sample rate, and so on the count.
-            refuse_little_noise=not count_charges(config),
-        )
-        config = _updated(config, "privacy", {"noise_multiplier": noise})
+
+        def noise_for(epsilon: float | None, risk: AttackRisk | None) -> float:
+            return calibrate_noise_multiplier(
+                num_units=required(privacy.num_units, "num_units"),
+                expected_batch_size=required(privacy.expected_batch_size, "expected_batch_size"),
+                steps=required(privacy.steps, "steps"),
+                target_epsilon=epsilon,
+                target_risk=risk,
+                delta=required(privacy.delta, "delta"),
+                adjacency=privacy.adjacency,
+                extra=extra,
+                accountant="pld" if epsilon is None else privacy.accountant,
+                # Whether hardly any noise is needed depends on the sample rate, and so on the count.
+                refuse_little_noise=not count_charges(config),
+            )
+
+        wanted = [noise_for(None, risk)] if risk is not None else []
+        if privacy.target_epsilon is not None or risk is None:
+            wanted.append(noise_for(required(privacy.target_epsilon, "target_epsilon"), None))
+        config = _updated(config, "privacy", {"noise_multiplier": max(wanted)})
     planned = mechanism_guarantee(config.mechanism, delta=privacy.delta, extra=extra)
     # The certificate states both accountants' values: what one of them refuses must be refused before it is spent.
     mechanism_guarantee(config.mechanism, delta=privacy.delta, extra=extra, accountant="rdp")
@@ -410,7 +449,23 @@ def calibrate(config: RunConfig) -> RunConfig:
             f"target_epsilon={privacy.target_epsilon:g}. Raise noise_multiplier, lower steps or expected_batch_size, "
             "or leave noise_multiplier open."
         )
+    if risk is not None:
+        _require_risk(config, risk)
+        if privacy.target_epsilon is None:
+            config = _updated(config, "privacy", {"target_epsilon": planned.epsilon})
     return config
+
+
+def _require_risk(config: RunConfig, risk: AttackRisk) -> None:
+    """Refuse a plan whose attacks could do better than the limit."""
+    mechanism, delta = config.mechanism, required(config.privacy.delta, "delta")
+    charges = [(mechanism.step_event, mechanism.steps), *extra_charges(config)]
+    bound = risk.bound(full_profile(charges, delta=delta, adjacency=mechanism.adjacency))
+    if bound > risk.limit:
+        raise ArgumentError(
+            f"the plan would let attacks reach {rounded_up(bound)}, more than target_risk={risk}. Raise "
+            "noise_multiplier, lower steps or expected_batch_size, or leave noise_multiplier open."
+        )
 
 
 def extra_charges(config: RunConfig) -> Charges:
@@ -442,16 +497,20 @@ def notes(config: RunConfig, splits: RunSplits) -> tuple[str, ...]:
         found.append(f"skipped {len(splits.skipped)} images that can't be read; the first is {name}: {reason}")
     if splits.held_out:
         share = f"{config.data.holdout_fraction:.0%}"
-        found.append(f"no test set was named: {share} of the units are held out for testing, and get no epsilon.")
+        why = "the test set is not read" if config.data.validation else "no test set was named"
+        found.append(f"{why}: {share} of the units are held out for testing, and get no epsilon.")
     elif splits.test.num_rows and config.data.test is None and config.data.source not in dataset_names():
         found.append("the test images of this data are measured without noise: they get no epsilon.")
+    if owners_may_be_shared(config, splits):
+        found.append("the owners of some test images are not known: they may have training images too.")
     if splits.unused:
         found.append(splits.unused)
-    of_files = Path(config.data.source).is_dir() or is_table(Path(config.data.source))
+    found += _without_images(splits)
+    of_files = _holds_files(config) or is_packed(Path(config.data.source))
     hint = owner_hint(splits.train.row_names) if splits.train.owners is None and of_files else None
     found += [] if hint is None else [hint]
-    if splits.train.num_rows and int(splits.train.images.max()) < NEARLY_BLACK:
-        found.append(f"no pixel is brighter than {int(splits.train.images.max())} of 255: give --window LOW HIGH.")
+    if splits.train.num_rows and splits.train.brightest < NEARLY_BLACK:
+        found.append(f"no pixel is brighter than {splits.train.brightest} of 255: give --window LOW HIGH.")
     if not config.privacy.enabled:
         return (*found, "training WITHOUT privacy: this run has no guarantee.")
     shared = set(splits.train.names_of_units) & set(splits.test.names_of_units)
@@ -460,6 +519,22 @@ def notes(config: RunConfig, splits: RunSplits) -> tuple[str, ...]:
     counted = bool(count_charges(config))
     mismatch = mismatch_note(splits.train.num_units, config.mechanism, counted=counted)
     return (*found, *([] if mismatch is None else [mismatch]))
+
+
+def _without_images(splits: RunSplits) -> list[str]:
+    """Name the classes of which there is no image, such as a folder that was left empty by mistake."""
+    labels = [store.labels for store in (splits.train, splits.test) if store.num_rows]
+    if not labels or any(each.dim() != 1 or each.is_floating_point() for each in labels):
+        return []
+    present = {number for each in labels for number in each.unique().tolist()}
+    empty = [name for number, name in enumerate(splits.train.class_names) if number not in present]
+    return [f"no images of {some_of(empty)}: an empty folder is a class too. Remove it if it is none."] if empty else []
+
+
+def _holds_files(config: RunConfig) -> bool:
+    """Whether the source is a folder or a table of image files of any size, not an array or a packed store."""
+    path = Path(config.data.source)
+    return (path.is_dir() and not is_packed(path)) or is_table(path)
 
 
 def _updated(config: RunConfig, section: Literal["data", "privacy"], values: dict[str, object]) -> RunConfig:

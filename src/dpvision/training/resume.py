@@ -13,14 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from dpvision.config import RunConfig, parse_config
+from dpvision.data.loading import require_given
 from dpvision.data.splits import holdout_keys, load_splits, stored_normalisation
-from dpvision.errors import DPVisionError, PrivacyError, TamperError, translated_errors
+from dpvision.errors import DataError, DPVisionError, PrivacyError, TamperError, shown, some_of, translated_errors
+from dpvision.own_code import RunCode
 from dpvision.privacy.ledger import Ledger, read_ledger
+from dpvision.ranks import Ranks
 from dpvision.storage.checkpoint import Checkpoint
 from dpvision.storage.files import ledger_mark, parse_object, read_file
 from dpvision.storage.run_folder import CERTIFICATE, METRICS, RunFolder, StoredKey
 from dpvision.training.callbacks import RunCallback
 from dpvision.training.declarations import note_declarations
+from dpvision.training.follower import (
+    Follower,
+    agree_on_start,
+    leading,
+    require_shareable,
+    share_end,
+    share_keys,
+    share_preparation,
+    share_weights,
+)
 from dpvision.training.notebook import ShownCertificate, default_callback
 from dpvision.training.prepare import run_code_again
 from dpvision.training.pretrained import require_weights_again
@@ -73,16 +86,27 @@ def resume_training(
     Guarantee: steps that are repeated exactly release nothing new and are not charged twice; if anything changed on
     which their bits depend, they get other noise and are charged again.
     """
+    ranks = Ranks.of_this_job()
+    agree_on_start(ranks, asked=None, device=device)
+    if not ranks.leads:
+
+        def code_of(config: RunConfig) -> RunCode:
+            # Rank 0 decides whether other code is allowed; all have the same, by its hash.
+            return run_code_again(config, model=model, loss=loss, allow_fork=True)[1]
+
+        return Follower(ranks, code_of=code_of, device=device, data=data).follow()
     callback = callback or default_callback()
-    done = finished_result(Path(run))
-    if done is not None:
-        steps = f"all {done.metrics['curve'][-1]['step']} steps are done" if done.metrics["curve"] else "it is done"
-        callback.message(f"{run} is finished: {steps}. Nothing was changed.")
-        return done
-    session, notes = resume_run(
-        Path(run), allow_fork=allow_fork, device=device, callback=callback, model=model, loss=loss, data=data
-    )
-    return reported(run_to_release(session, callback, notes=notes))
+    with leading(ranks):
+        require_given(data)
+        done = finished_result(Path(run))
+        if done is not None:
+            steps = f"all {done.metrics['curve'][-1]['step']} steps are done" if done.metrics["curve"] else "it is done"
+            callback.message(f"{run} is finished: {steps}. Nothing was changed.")
+            return share_end(ranks, done)
+        session, notes = resume_run(
+            Path(run), allow_fork=allow_fork, device=device, callback=callback, model=model, loss=loss, data=data
+        )
+        return share_end(ranks, reported(run_to_release(session, callback, notes=notes)))
 
 
 def finished_result(run: Path) -> RunResult | None:
@@ -133,8 +157,16 @@ def resume_run(
     config, code = run_code_again(
         parse_config(folder.read_whole_config()), model=model, loss=loss, allow_fork=allow_fork
     )
+    ranks = Ranks.of_this_job()
+    require_shareable(config, ranks)
     places = [] if data is not None else [folder.started_in(), Path.cwd(), *path.resolve().parents]
     located = config.found_from(places)
+    if data is None and located.absent_data:
+        raise DataError(
+            f"the data of this run is no longer there: {some_of(located.absent_data)}, looked for in "
+            f"{shown(folder.started_in() or Path.cwd())} and in the folders above the run. Move it back, or put a link "
+            "there."
+        )
     require_weights_again(located)
     stored = folder.load_key()
     splits = load_splits(located, holdout_keys(stored.keys, stored.run_id), data)
@@ -149,12 +181,22 @@ def resume_run(
         # Its source is not known, or it is an object whose state may be another one: every resume is a fork.
         facts["own code"] = f"named again {len(stored.bindings)} times"
     choose_gradient_plans(network, stages, config, splits, device, code)
+    # What is different in a fork is rank 0's: the others compare the facts that they can know.
+    known = {name: value for name, value in (binding | facts).items() if name != "own code"}
+    share_preparation(ranks, config, holdout_keys(stored.keys, stored.run_id), known, places=places)
     with checkpoint_errors(checkpoint):
         network.load_state_dict(_tensors(checkpoint, "model/"))
     normalisation = stored_normalisation(config)
     stage = stage_at(stages, max(0, checkpoint.step - 1))
+    share_weights(ranks, config, network)
     features = split_features(
-        stage, located, splits, normalisation=normalisation, device=device, callback=callback or RunCallback()
+        stage,
+        located,
+        splits,
+        normalisation=normalisation,
+        device=device,
+        callback=callback or RunCallback(),
+        ranks=ranks,
     )
     binding = with_features(binding | facts, features)
 
@@ -181,13 +223,14 @@ def resume_run(
         stages=stages,
         features=features,
         code=code,
+        ranks=ranks,
         step=checkpoint.step,
     )
     with checkpoint_errors(checkpoint):
         session.optimizer.load_state(_tensors(checkpoint, "optimizer/"), checkpoint.values["optimizer"])
         session.seconds = checkpoint.values["seconds"]
         session.curve = list(checkpoint.values["curve"])
-    return session, notes
+    return share_keys(session), notes
 
 
 def spent_so_far(folder: RunFolder) -> str:

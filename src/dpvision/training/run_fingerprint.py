@@ -69,6 +69,7 @@ def current_binding(*, run_id: str, config_digest: str, data_fingerprint: str, d
         "code": code_digest(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
+        "processor": processor(),
         "kernels": kernels.identity(),
     }
 
@@ -98,6 +99,17 @@ def own_code_facts(code: RunCode, model: nn.Module, loss: RowLoss, rows: tuple[T
     for tensor in (values, *(each.grad for each in copied.parameters() if each.grad is not None)):
         content.update(tensor.detach().to("cpu", torch.float64).contiguous().numpy().data)
     return {**facts, "own behaviour": content.hexdigest()}
+
+
+@functools.cache
+def processor() -> str:
+    """Return the model of this machine's processor: libraries choose their order of summation by it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor())
 
 
 @functools.cache

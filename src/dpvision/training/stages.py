@@ -32,6 +32,7 @@ from dpvision.models import split
 from dpvision.models.losses import RowLoss, classification_loss, loss_for, outputs_for
 from dpvision.own_code import NO_CODE, RunCode, code_errors, is_own
 from dpvision.privacy.values import Microbatch
+from dpvision.ranks import ALONE, Ranks
 from dpvision.training.callbacks import RunCallback
 from dpvision.training.run_fingerprint import code_digest
 
@@ -347,6 +348,7 @@ def split_features(
     normalisation: Normalisation,
     device: str,
     callback: RunCallback,
+    ranks: Ranks = ALONE,
 ) -> SplitFeatures | None:
     """Compute or load the features that a stage trains on; None where it trains on images.
 
@@ -357,29 +359,29 @@ def split_features(
         normalisation: the run's pixel constants.
         device: where to compute.
         callback: told how many rows are done.
+        ranks: the processes that compute them; this is rank 0, and all get the result.
 
     Guarantee: nothing is released. A row's features depend on its own image and on public values alone.
     """
     if stage.backbone is None:
         return None
-    backbone = copy.deepcopy(stage.backbone).eval()
-    backbone.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] (faster convolutions on a CPU)
+    backbone = frozen_copy(stage.backbone)
 
     def features(store: ImageStore, *, mirrored: bool) -> Features:
         def compute() -> Features:
-            synthetic = normalisation.apply(_synthetic_images(store.images).to(device))
-            with feature_forward(backbone, synthetic, config.feature_precision) as forward:
-                return extract(
-                    forward,
-                    store.images,
-                    normalisation,
-                    mirrored=mirrored,
-                    dtype=stage.dtype,
-                    device=device,
-                    progress=lambda what, done, total: callback.progressed(
-                        f"{what} of {store.name}", done=done, total=total
-                    ),
-                )
+            if ranks.several:
+                ranks.tell({"do": "extract", "train": store is splits.train, "mirrored": mirrored})
+            return stage_features(
+                backbone,
+                store,
+                config,
+                normalisation,
+                mirrored=mirrored,
+                dtype=stage.dtype,
+                device=device,
+                callback=callback,
+                ranks=ranks,
+            )
 
         if config.cache_features != "disk":
             return compute()
@@ -388,7 +390,45 @@ def split_features(
         return kept_features(folder / "features", _key(backbone, config, store, normalisation, how), compute)
 
     with config.performance.chosen_kernels():
-        return SplitFeatures(features(splits.train, mirrored=stage.mirrored), features(splits.test, mirrored=False))
+        found = SplitFeatures(features(splits.train, mirrored=stage.mirrored), features(splits.test, mirrored=False))
+    if ranks.several:
+        ranks.tell({"do": "features", "shape": list(found.train.values_NWF.shape)})
+        ranks.spread([found.train.values_NWF])
+    return found
+
+
+def frozen_copy(backbone: nn.Module) -> nn.Module:
+    """Return a copy of the backbone for computing features."""
+    copied = copy.deepcopy(backbone).eval()
+    copied.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] (faster convolutions on a CPU)
+    return copied
+
+
+def stage_features(
+    backbone: nn.Module,
+    store: ImageStore,
+    config: RunConfig,
+    normalisation: Normalisation,
+    *,
+    mirrored: bool,
+    dtype: torch.dtype,
+    device: str,
+    callback: RunCallback,
+    ranks: Ranks,
+) -> Features:
+    """Compute the features of one split; every rank computes its share, and rank 0 has them all."""
+    synthetic = normalisation.apply(_synthetic_images(store.image_shape).to(device))
+    with feature_forward(backbone, synthetic, config.feature_precision) as forward:
+        return extract(
+            forward,
+            store.images,
+            normalisation,
+            mirrored=mirrored,
+            dtype=dtype,
+            device=device,
+            progress=lambda what, done, total: callback.progressed(f"{what} of {store.name}", done=done, total=total),
+            ranks=ranks,
+        )
 
 
 def features_of(backbone: nn.Module, inputs: Tensor) -> Tensor:
@@ -409,10 +449,10 @@ def feature_forward(backbone: nn.Module, synthetic: Tensor, precision: str) -> I
             yield forward
 
 
-def _synthetic_images(images: Tensor) -> Tensor:
+def _synthetic_images(image_shape: tuple[int, int, int]) -> Tensor:
     """Two random uint8 images of that shape, on which forward passes are compared: no private image decides."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(256, (2, *images.shape[1:]), generator=generator, dtype=torch.uint8)
+    return torch.randint(256, (2, *image_shape), generator=generator, dtype=torch.uint8)
 
 
 def _key(backbone: nn.Module, config: RunConfig, store: ImageStore, normalisation: Normalisation, kind: str) -> str:

@@ -21,12 +21,14 @@ from typing import Any
 
 from dpvision.config import AveragingSettings, RunConfig, ScheduleSettings, required
 from dpvision.data import Normalisation, released_normalisation
+from dpvision.data.loading import require_given
 from dpvision.data.splits import RunSplits, constant_normalisation, holdout_keys
 from dpvision.errors import ArgumentError, PrivacyError
 from dpvision.own_code import NO_CODE, RunCode
 from dpvision.privacy.ledger import Ledger
 from dpvision.privacy.noise import standard_normals
 from dpvision.privacy.randomness import Keys
+from dpvision.ranks import ALONE, Ranks, in_a_job, job_name, usual_partial_sums
 from dpvision.storage.run_folder import RunFolder
 from dpvision.training.baseline import (
     BASELINE,
@@ -39,6 +41,16 @@ from dpvision.training.baseline import (
 from dpvision.training.callbacks import RunCallback
 from dpvision.training.declarations import note_declarations
 from dpvision.training.defaults import Choice
+from dpvision.training.follower import (
+    Follower,
+    agree_on_start,
+    leading,
+    require_shareable,
+    share_end,
+    share_keys,
+    share_preparation,
+    share_weights,
+)
 from dpvision.training.initial_weights import draw_weights
 from dpvision.training.notebook import default_callback
 from dpvision.training.prepare import Prepared, count_charges, load_run_code, prepare, statistics_charges
@@ -100,13 +112,42 @@ def train(
 
     Guarantee: the released weights are (epsilon, delta)-private for the unit and adjacency named in the certificate,
     under the assumptions of docs/concepts/guarantee.md.
+
+    In a program that torchrun starts, every process calls this with the same arguments. Rank 0 trains and writes; the
+    others compute for it and return the same result.
     """
-    callback = callback or default_callback()
+    ranks = Ranks.of_this_job()
     config, code = load_run_code(config, model=model, loss=loss)
-    session, prepared = start_run(config, Path(run), seed=seed, device=device, callback=callback, code=code, data=data)
-    if config.baseline:
-        train_baseline(session, config, callback=callback, code=code, data=data)
-    return reported(run_to_release(session, callback, choices=prepared.choices, notes=prepared.notes))
+    require_shareable(config, ranks)
+    agree_on_start(ranks, asked=config, device=device, seed=seed)
+    if not ranks.leads:
+        return Follower(ranks, code_of=lambda _: code, device=device, data=data).follow()
+    callback = callback or default_callback()
+    with leading(ranks):
+        session, prepared = start_run(
+            with_partial_sums(config), Path(run), seed=seed, device=device, callback=callback, code=code, data=data
+        )
+        if config.baseline:
+            train_baseline(session, config, callback=callback, code=code, data=data)
+        result = run_to_release(session, callback, choices=prepared.choices, notes=prepared.notes)
+        return share_end(ranks, reported(result))
+
+
+def with_partial_sums(config: RunConfig) -> RunConfig:
+    """Fill in the number of partial sums under torchrun, so that a resumed run adds up in the same order.
+
+    It is no setting of a run that is started as one process: that adds up in one sum.
+    """
+    if config.performance.partial_sums is not None or not in_a_job() or not config.privacy.enabled:
+        return config
+    performance = config.performance.model_copy(update={"partial_sums": usual_partial_sums()})
+    return config.model_copy(update={"performance": performance})
+
+
+def request_digest(config: RunConfig) -> str:
+    """Digest what the user asked for, with the hashes of own code: the same whatever the number of processes."""
+    performance = config.performance.model_copy(update={"partial_sums": None})
+    return config.model_copy(update={"performance": performance}).digest()
 
 
 def train_baseline(
@@ -157,10 +198,20 @@ def start_run(
 ) -> tuple[Session, Prepared]:
     """Make a new run in the order above. Nothing is written before data, plan and model have been checked."""
     RunFolder.require_new(path)
+    require_given(data)
     keys = Keys.from_os_entropy() if seed is None else Keys.from_seed(seed)
     prepared = prepare(config, holdout_keys(keys, run_id_of(keys)), data)
     callback = callback or RunCallback()
-    return write_first_state(config, prepared, path, keys=keys, device=device, callback=callback, code=code)
+    return write_first_state(
+        config,
+        prepared,
+        path,
+        keys=keys,
+        device=device,
+        callback=callback,
+        code=code,
+        ranks=Ranks.of_this_job(),
+    )
 
 
 def run_id_of(keys: Keys) -> str:
@@ -177,10 +228,11 @@ def write_first_state(
     device: str,
     callback: RunCallback,
     code: RunCode,
+    ranks: Ranks = ALONE,
 ) -> tuple[Session, Prepared]:
     """Check the model of a resolved configuration, then write the run's folder with its state before the first step.
 
-    ``asked`` is the configuration as the user wrote it.
+    ``asked`` is the configuration as the user wrote it. Of several processes this is rank 0.
     """
     run_id = run_id_of(keys)
     config, splits = prepared.config, prepared.splits
@@ -198,12 +250,13 @@ def write_first_state(
         callback.message(prepared.forecast.text)
 
     binding = run_binding(config, splits, run_id=run_id, device=device) | facts
+    share_preparation(ranks, config, holdout_keys(keys, run_id), binding)
     first_keys = bound_keys(keys, binding, fork=0)
     draw_weights(model, config, splits, first_keys, code)
 
     folder = RunFolder.create(path)
     folder.save_key(keys, run_id=run_id, bindings=[binding])
-    folder.note_start()
+    folder.note_start(job=job_name(), asked=request_digest(asked))
     header = ledger_header(config, run_id, hand_seeded=keys.hand_seeded)
     counted = [event for event, _ in count_charges(config)]  # the header shows the number: charged with it
     ledger = Ledger.create(folder.ledger_path, header, charges=counted)
@@ -214,8 +267,11 @@ def write_first_state(
     folder.write_whole_config(config.to_json())
     folder.write_config(config.public().to_json())
 
-    features = split_features(stages[0], config, splits, normalisation=normalisation, device=device, callback=callback)
-    tuned = tuned_head(asked, config, stages[0], features, splits)
+    share_weights(ranks, config, model)
+    features = split_features(
+        stages[0], config, splits, normalisation=normalisation, device=device, callback=callback, ranks=ranks
+    )
+    tuned = tuned_head(asked, config, stages[0], features, splits, normalisation=normalisation)
     if tuned is not None:
         config, choice = tuned
         folder.write_whole_config(config.to_json())
@@ -236,23 +292,37 @@ def write_first_state(
         stages=stages,
         features=features,
         code=code,
+        ranks=ranks,
     )
     session.save_checkpoint()
-    return session, prepared
+    return share_keys(session), prepared
 
 
 def tuned_head(
-    asked: RunConfig, config: RunConfig, stage: Stage, features: SplitFeatures | None, splits: RunSplits
+    asked: RunConfig,
+    config: RunConfig,
+    stage: Stage,
+    features: SplitFeatures | None,
+    splits: RunSplits,
+    *,
+    normalisation: Normalisation,
 ) -> tuple[RunConfig, Choice] | None:
-    """Tune a run without privacy that left its optimizer, schedule and averaging open, where it trains on features.
+    """Tune a linear head of a run without privacy that left its optimizer, schedule and averaging open.
+
+    It is on kept features, or on the pixels themselves (model ``linear``).
 
     Guarantee: a private run is never tuned on its images.
     """
     open_settings = (None, ScheduleSettings(), AveragingSettings())
     left_open = (asked.optimizer, asked.schedule, asked.averaging) == open_settings
-    if config.privacy.enabled or features is None or not left_open:
+    on_pixels = config.model is not None and config.model.name == "linear"
+    if config.privacy.enabled or not (features or on_pixels) or not left_open:
         return None
-    return tune_head(config, stage.network, features.train.values_NWF[:, 0], splits.train.labels)
+    if features is None:
+        rows = normalisation.apply(splits.train.images[:]).flatten(1)
+    else:
+        rows = features.train.values_NWF[:, 0]
+    return tune_head(config, stage.network, rows, splits.train.labels)
 
 
 def refuse_hopeless(prepared: Prepared, path: Path, keys: Keys, run_id: str) -> None:
@@ -297,6 +367,7 @@ def ledger_header(config: RunConfig, run_id: str, *, hand_seeded: bool) -> dict[
         "noise_multiplier": privacy.noise_multiplier if private else None,
         "steps": plan.steps,
         "target_epsilon": privacy.target_epsilon,
+        **({} if privacy.target_risk is None else {"target_risk": privacy.target_risk}),
         "most_rows_per_owner": privacy.most_rows_per_owner if private else None,
         "units": config.data.units,
         "hand_seeded": hand_seeded,

@@ -6,6 +6,7 @@ writes what came out.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ from torch import nn
 from dpvision.accounting import EpsilonMeter
 from dpvision.config import RunConfig, required
 from dpvision.data import FeatureDraws, ImageBatches, Normalisation
-from dpvision.data.splits import RunSplits, may_show_images
+from dpvision.data.splits import RunSplits, may_show_images, public_test_images
 from dpvision.errors import DPVisionError
+from dpvision.gradients.devices import forked_generators
 from dpvision.gradients.ordinary import ordinary_gradient
 from dpvision.inference import FindingMetrics, MaskMetrics, Metrics, evaluate, evaluate_features, evaluate_masks
 from dpvision.models.losses import RowLoss
@@ -29,8 +31,9 @@ from dpvision.privacy.optimizer import Optimizer
 from dpvision.privacy.private_step import BudgetSpent, Privatizer, private_step
 from dpvision.privacy.randomness import Keys
 from dpvision.privacy.values import OrdinaryGrad
+from dpvision.ranks import ALONE, Ranks
 from dpvision.storage.run_folder import RunFolder
-from dpvision.training.callbacks import RunCallback, StopRequest
+from dpvision.training.callbacks import RunCallback, Snapshot, StopRequest
 from dpvision.training.prepare import extra_charges
 from dpvision.training.stages import SplitFeatures, Stage, loss_of, set_trained, stage_at
 
@@ -68,6 +71,7 @@ class Session:
         image_draws: the sampler of images.
         privatizer: charges and releases, and is the hard limit; None without privacy.
         meter: epsilon by number of steps; None without privacy.
+        ranks: the processes of the run; this is rank 0.
     """
 
     config: RunConfig
@@ -81,6 +85,7 @@ class Session:
     stages: tuple[Stage, ...]
     features: SplitFeatures | None = None
     code: RunCode = NO_CODE
+    ranks: Ranks = ALONE
     fork: int = 0
     step: int = 0
     seconds: float = 0.0
@@ -95,15 +100,7 @@ class Session:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.image_draws = ImageBatches(
-            mechanism=config.plan,
-            store=self.splits.train,
-            normalisation=self.normalisation,
-            keys=self.keys,
-            rows_per_unit=required(config.data.rows_per_unit, "rows_per_unit"),
-            device=self.device,
-            views=config.views,
-        )
+        self.image_draws = image_draws(config, self.splits, self.normalisation, self.keys, self.device)
         self._set_stage(stage_at(self.stages, max(0, self.step - 1)))
         if config.privacy.enabled:
             delta = required(config.privacy.delta, "delta")
@@ -124,10 +121,7 @@ class Session:
             private=self.config.privacy.enabled,
             first_step=stage.first_step,
         )
-        self.draws = self.image_draws
-        if stage.backbone is not None and self.features is not None:
-            labels = self.splits.train.labels
-            self.draws = FeatureDraws(self.image_draws, self.features.train, labels, self.device)
+        self.draws = stage_draws(stage, self.image_draws, self.features, self.splits, self.device)
 
     def enter_stage(self) -> None:
         """Change to the stage of the next step, if it is another one."""
@@ -165,6 +159,30 @@ class Session:
         self.folder.save_checkpoint(self.step, stored, {**progress, "ledger": self.ledger.mark})
 
 
+def image_draws(
+    config: RunConfig, splits: RunSplits, normalisation: Normalisation, keys: Keys, device: str
+) -> ImageBatches:
+    """Return the sampler of a run's images."""
+    return ImageBatches(
+        mechanism=config.plan,
+        store=splits.train,
+        normalisation=normalisation,
+        keys=keys,
+        rows_per_unit=required(config.data.rows_per_unit, "rows_per_unit"),
+        device=device,
+        views=config.views,
+    )
+
+
+def stage_draws(
+    stage: Stage, draws: ImageBatches, features: SplitFeatures | None, splits: RunSplits, device: str
+) -> ImageBatches | FeatureDraws:
+    """Return the sampler of a stage: over kept features, where it trains on them."""
+    if stage.backbone is None or features is None:
+        return draws
+    return FeatureDraws(draws, features.train, splits.train.labels, device)
+
+
 def run_steps(session: Session, callback: RunCallback, stop: StopRequest) -> Outcome:
     """Take steps until the plan is done, the budget is spent or a stop is requested.
 
@@ -178,6 +196,8 @@ def run_steps(session: Session, callback: RunCallback, stop: StopRequest) -> Out
     """
     due = evaluation_points(session)
     bound = epsilon_at_next(session, due)
+    if session.step == 0:
+        show_weights(session, callback)
     while session.step < session.total_steps and not stop.requested:
         started = time.perf_counter()
         try:
@@ -202,7 +222,10 @@ def take_step(session: Session) -> None:
     """
     session.enter_stage()
     step, network, performance = session.step, session.stage.network, session.config.performance
-    with keyed_randomness(session):
+    if session.ranks.several:
+        session.ranks.tell({"do": "step", "step": step, "stage": session.stages.index(session.stage)})
+        session.ranks.spread(list(trained_parameters(session.model, session.stage).values()))
+    with keyed_randomness(session.keys, step, session.device):
         batch = session.draws.batch(step)
         if session.privatizer is None:
             divisor = session.config.plan.expected_batch_size
@@ -218,18 +241,22 @@ def take_step(session: Session) -> None:
                 step=step,
                 performance=performance,
                 own_code=session.code.is_given,
+                ranks=session.ranks,
             )
     session.step += 1
     session.final = None
 
 
 @contextmanager
-def keyed_randomness(session: Session) -> Iterator[None]:
+def keyed_randomness(keys: Keys, step: int, device: str) -> Iterator[None]:
     """Seed torch's generators from the key and the step, so that a replayed step draws the same in random layers."""
-    devices = [] if session.device == "cpu" else [session.device]
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(session.keys.seed("views", session.step))
+    with forked_generators(device, seed=keys.seed("views", step)):
         yield
+
+
+def trained_parameters(model: nn.Module, stage: Stage) -> dict[str, nn.Parameter]:
+    """Return what a stage trains, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if name in stage.trained}
 
 
 def evaluation_points(session: Session) -> list[int]:
@@ -260,7 +287,12 @@ def measure(session: Session, *, averaged: bool = True) -> Metrics | FindingMetr
     if session.stage.backbone is not None and session.features is not None:
         features = session.features.test.values_NWF[:, 0]
         return evaluate_features(session.stage.network, features, test, parameters=parameters)
-    return evaluate(session.model, test, session.normalisation, parameters=parameters)
+    if session.ranks.several:
+        own = trained_parameters(session.model, session.stage)
+        used = {name: value.to(own[name].dtype) for name, value in (parameters or own).items() if name in own}
+        session.ranks.tell({"do": "evaluate", "names": list(used)})
+        session.ranks.spread(list(used.values()))
+    return evaluate(session.model, test, session.normalisation, parameters=parameters, ranks=session.ranks)
 
 
 def evaluate_now(session: Session, callback: RunCallback) -> None:
@@ -273,6 +305,27 @@ def evaluate_now(session: Session, callback: RunCallback) -> None:
     session.final = metrics
     session.optimizer.report_public_metric(metrics.loss)
     callback.evaluated(point)
+    show_weights(session, callback)
+
+
+def show_weights(session: Session, callback: RunCallback) -> None:
+    """Show a copy of the present weights to a callback that wants it."""
+    if not callback.wants_weights:
+        return
+    tensors, _ = session.optimizer.state()
+    callback.weights(
+        Snapshot(
+            step=session.step,
+            epsilon=session.epsilon(session.step),
+            private=session.config.privacy.enabled,
+            model=copy.deepcopy(session.model).eval(),
+            moments={
+                key.removeprefix("optimizer/"): value for key, value in tensors.items() if key.startswith("optimizer/")
+            },
+            normalisation=session.normalisation,
+            public_images=public_test_images(session.config, session.splits),
+        )
+    )
 
 
 def require_finite(session: Session) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -74,6 +74,7 @@ class RunResult:
         certificate: content of ``certificate.json``.
         metrics: content of ``metrics.json``.
         train_seconds: time spent in steps.
+        own_model: the code of the user's own model, if it was given to this call.
     """
 
     run: Path
@@ -81,6 +82,12 @@ class RunResult:
     certificate: dict[str, Any]
     metrics: dict[str, Any]
     train_seconds: float
+    own_model: object | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        """Name the run with its most important values; the whole content is in the attributes."""
+        values = ", ".join(f"{name}={_shown(value)}" for name, value in self.figures().items() if _is_short(value))
+        return f"RunResult(run={str(self.run)!r}, {values})"
 
     @property
     def report(self) -> Path:
@@ -92,12 +99,13 @@ class RunResult:
 
     @property
     def model(self) -> nn.Module:
-        """The released model, loaded from the run: ``dpvision.load_model(run).model``.
+        """The released model, loaded from the run: ``dpvision.load(run).model``.
 
         Raises:
-            ArgumentError: the model is the user's own, or was trained in an own loop: use the object itself.
+            ArgumentError: the run was resumed, or trained in several processes, and its model is the user's own: name
+                it in ``dpvision.load(run, model=…)``. Or the model was trained in an own loop: use the object itself.
         """
-        return load_model(self.run).model
+        return load_model(self.run, model=self.own_model).model
 
     def plot(self) -> Figure:
         """Draw the score on public test data over epsilon, or over steps without privacy, as a matplotlib figure.
@@ -138,6 +146,14 @@ class RunResult:
 
 
 _CURVES = ("accuracy", "dice", "mean_auc")
+
+
+def _is_short(value: object) -> bool:
+    return value is None or isinstance(value, (str, int, float))
+
+
+def _shown(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else repr(value)
 
 
 def reported(result: RunResult) -> RunResult:
@@ -201,7 +217,8 @@ def write_release(session: Session, *, outcome: Outcome) -> RunResult:
         session.folder.add_to_release(EXAMPLES, shown)
     # How long the draws took depends on their sizes, which are private: not part of the release.
     session.folder.write_unsafe("timing", {"train_seconds": session.seconds})
-    return RunResult(session.folder.root, outcome, ShownCertificate(certificate), metrics, session.seconds)
+    own_model = None if session.code.model is None else session.code.model.value
+    return RunResult(session.folder.root, outcome, ShownCertificate(certificate), metrics, session.seconds, own_model)
 
 
 def publish(

@@ -21,6 +21,7 @@ from dpvision.gradients.layer_gradient import (
 )
 from dpvision.gradients.rules.rule import LayerCall, register
 from dpvision.kernels.unit_sums import outer_sum
+from dpvision.models.layers import OffsetLinear
 
 _RUN: Final = 512  # rows that are added up in one product
 
@@ -96,4 +97,14 @@ def linear(call: LayerCall, squares_N: Tensor | None = None) -> dict[str, LayerG
     return layer_gradients
 
 
+def offset_linear(call: LayerCall) -> dict[str, LayerGradient]:
+    """Return the gradients of a linear layer whose bias counts several times in training, and not in evaluation."""
+    layer_gradients = linear(call)
+    if "bias" in call.wanted:
+        g_UTO = call.dy.reshape(call.units, -1, call.dy.shape[-1])
+        layer_gradients["bias"] = MaterialisedGradient(g_UTO.sum(1) * call.layer(OffsetLinear).bias_factor)
+    return layer_gradients
+
+
 register(nn.Linear, rule=linear)
+register(OffsetLinear, rule=offset_linear)
