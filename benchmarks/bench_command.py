@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from dpvision.cli import run_program
 from dpvision.cli.console import print_json
-from dpvision.cli.flags import Json, as_command
+from dpvision.cli.flags import Json, ModelOptions, as_command
 from dpvision.errors import printable
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ class BenchFlags:
     model: Annotated[
         str | None, typer.Option(help="Model, or with --suite the models to keep. Default: shoefit_cnn.")
     ] = None
+    option: ModelOptions = None
     batch: Annotated[Count, typer.Option(help="Privacy units in a step. Default: 256.")] = None
     image_size: Annotated[Count, typer.Option(help="Side of an image (1: features). Default: the paper's.")] = None
     in_channels: Annotated[Count, typer.Option(help="Channels of an image. Default: the paper's.")] = None
@@ -52,7 +53,8 @@ class BenchFlags:
     def workload(self) -> dict[str, Any]:
         """The facts of a workload that were given."""
         names = ("model", "batch", "image_size", "in_channels", "views", "microbatch_size")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        options = {"options": " ".join(self.option)} if self.option else {}
+        return {name: value for name in names if (value := getattr(self, name)) is not None} | options
 
 
 def bench(flags: BenchFlags) -> None:

@@ -32,6 +32,8 @@ _CATALOGUE_BATCH: Final = {
     "wrn16_4": 32,
     "scalewrn16_4": 32,
     "nf_resnet50": 8,
+    "nf_resnet101": 8,
+    "nf_resnet152": 4,
     "nf_resnet200": 4,
     "nfnet_f0": 4,
     "nfnet_f3": 4,

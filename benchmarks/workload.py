@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpvision import models
-from dpvision.errors import Problems
+from dpvision.cli.flags import parse_options
+from dpvision.errors import ArgumentError, Problems
 
 RowLosses = Callable[[Tensor, Tensor], Tensor]
 _SEGMENTATION: Final = "segmentation"
@@ -22,7 +23,8 @@ _SEGMENTATION: Final = "segmentation"
 class Workload:
     """A model and a batch: ``batch`` units of ``views`` rows each.
 
-    ``image_size`` 1 means rows of ``in_channels`` cached features instead of pictures.
+    ``image_size`` 1 means rows of ``in_channels`` cached features instead of pictures. ``options`` are those of the
+    model, as name=value with blanks between them.
     """
 
     model: str
@@ -31,6 +33,7 @@ class Workload:
     in_channels: int
     views: int = 1
     microbatch_size: int | None = None
+    options: str = ""
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -39,7 +42,10 @@ class Workload:
         if self.microbatch_size is not None:
             problems.count("microbatch_size", self.microbatch_size)
         problems.raise_if_any()
-        models.entry(self.model)
+        entry = models.entry(self.model)
+        unknown = sorted(parse_options(self.options.split()).keys() - entry.options.keys())
+        if unknown:
+            raise ArgumentError(f"{self.model} has no option {', '.join(unknown)}. It has: {', '.join(entry.options)}.")
 
     @staticmethod
     def of(
@@ -50,6 +56,7 @@ class Workload:
         in_channels: int | None = None,
         views: int = 1,
         microbatch_size: int | None = None,
+        options: str = "",
     ) -> Workload:
         """A workload whose pictures are, unless said otherwise, of the size that the model's paper used."""
         entry = models.entry(model)
@@ -60,6 +67,7 @@ class Workload:
             in_channels=entry.in_channels if in_channels is None else in_channels,
             views=views,
             microbatch_size=microbatch_size,
+            options=options,
         )
 
     @property
@@ -72,7 +80,8 @@ class Workload:
         """The workload in a few words."""
         size = f"{self.in_channels:,} features" if self.image_size == 1 else f"{self.image_size} px"
         views = f" × {self.views} views" if self.views > 1 else ""
-        return f"{self.model}, {size}, batch {self.batch:,}{views}"
+        options = f" ({self.options})" if self.options else ""
+        return f"{self.model}{options}, {size}, batch {self.batch:,}{views}"
 
     @property
     def row_losses(self) -> RowLosses:
@@ -86,8 +95,11 @@ class Workload:
     def make_model(self) -> nn.Module:
         """The model in training mode, with the same weights every time."""
         entry = models.entry(self.model)
-        sized = {"image_size": self.image_size} if "image_size" in entry.options else {}
-        model = models.create(self.model, num_classes=entry.num_classes, in_channels=self.in_channels, seed=0, **sized)
+        options = parse_options(self.options.split())
+        options |= {"image_size": self.image_size} if "image_size" in entry.options else {}
+        model = models.create(
+            self.model, num_classes=entry.num_classes, in_channels=self.in_channels, seed=0, **options
+        )
         return model.train()
 
     def make_rows(self, rows: int | None = None) -> tuple[Tensor, Tensor]:

@@ -41,10 +41,12 @@ def main() -> None:
     """Print the table as Markdown."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--runs", type=int, default=3)
-    runs = arguments.parse_args().runs
+    arguments.add_argument("--script", action="append", choices=SCRIPTS, help="may be repeated; default: all")
+    chosen = arguments.parse_args()
+    runs = chosen.runs
     print("| script | library | epsilon | accuracy, % | CPU seconds of the loop | wall seconds |")
     print("|---|---|---|---|---|---|")
-    for script in SCRIPTS:
+    for script in chosen.script or SCRIPTS:
         found: dict[str, list[dict[str, Any]]] = {library: [] for library in LIBRARIES}
         for seed in range(runs):
             for library in LIBRARIES:  # in turns, so that what else the machine does falls on both

@@ -56,6 +56,8 @@ class Head:
     decay: float = 0.0
     """Of the average of the weights (ema); 0 means none."""
     noise_multiplier: float = 0.0
+    offset: float = 0.0
+    """A constant feature in training alone, over √D; with 0, a bias counts once, in predictions too."""
 
 
 @cache
@@ -72,30 +74,37 @@ def delta_for(num_units: int) -> float:
 
 
 def simulate(data: HeadData, heads: Sequence[Head], *, seeds: Sequence[int], points: int = 1) -> NDArray[np.float64]:
-    """Train every head with every seed; heads must have the same number of steps and sample rate.
+    """Train every head with every seed; heads must have the same number of steps, sample rate and offset.
 
     Returns:
         Test accuracy in percent, (points, seeds, heads): at ``points`` equally spaced steps, the last one included.
     """
-    steps, rate = heads[0].steps, heads[0].sample_rate
-    if any((each.steps, each.sample_rate) != (steps, rate) for each in heads):
-        raise ValueError("heads of one call must have the same steps and sample rate")
+    steps, rate, offset = heads[0].steps, heads[0].sample_rate, heads[0].offset
+    if any((each.steps, each.sample_rate, each.offset) != (steps, rate, offset) for each in heads):
+        raise ValueError("heads of one call must have the same steps, sample rate and offset")
     x, y = data.train_x, functional.one_hot(data.train_y, data.num_classes).float()
     runs, classes, width = len(seeds) * len(heads), data.num_classes, x.shape[1] + 1
-    x = torch.cat((x, torch.ones(len(x), 1)), 1)
-    test = torch.cat((data.test_x, torch.ones(len(data.test_x), 1)), 1)
+    learned, predicted = (offset * x.shape[1] ** 0.5, 0.0) if offset else (1.0, 1.0)
+    x = torch.cat((x, torch.full((len(x), 1), learned)), 1)
+    test = torch.cat((data.test_x, torch.full((len(data.test_x), 1), predicted)), 1)
 
     def of(name: str) -> torch.Tensor:
         return torch.tensor([float(getattr(each, name)) for each in heads]).repeat(len(seeds))
 
     clip, lr, momentum, decay, noise = map(of, ("clip_norm", "learning_rate", "momentum", "decay", "noise_multiplier"))
     norms = x.norm(dim=1)
+    outside = None
+    if 2 * len(x) < width and rate >= 1 and not bool(momentum.any() or decay.any()):
+        # Gradients lie in the span of the rows, so that weights outside of it are the sum of the noise alone.
+        basis = torch.linalg.qr(x.T).Q
+        outside, x, test = test - (test @ basis) @ basis.T, x @ basis, test @ basis
     generators = [torch.Generator().manual_seed(1000 * seed + 1) for seed in seeds]
-    weights = torch.zeros(width, runs, classes)
+    weights = torch.zeros(x.shape[1], runs, classes)
+    other = [torch.zeros(width, classes) for _ in generators]
     velocity, average = torch.zeros_like(weights), torch.zeros_like(weights)
     divisor = rate * len(x)
     reports = {round(steps * (index + 1) / points) for index in range(points)}
-    found = []
+    found, shown_at = [], 0
     for step in range(steps):
         rows = (
             torch.arange(len(x)) if rate >= 1 else torch.rand(len(x), generator=generators[0]).lt(rate).nonzero()[:, 0]
@@ -104,10 +113,10 @@ def simulate(data: HeadData, heads: Sequence[Head], *, seeds: Sequence[int], poi
         residual = (inputs @ weights.flatten(1)).view(-1, runs, classes).softmax(-1) - targets[:, None]
         length = residual.norm(dim=-1) * norms[rows, None]
         residual *= (clip / torch.maximum(length, clip))[..., None]
-        gradient = (inputs.T @ residual.flatten(1)).view(width, runs, classes)
+        gradient = (inputs.T @ residual.flatten(1)).view_as(weights)
         for index, generator in enumerate(generators):
             # One draw for all heads of a seed: they are compared under the same noise.
-            normal = torch.randn(width, 1, classes, generator=generator)
+            normal = torch.randn(len(weights), 1, classes, generator=generator)
             part = slice(index * len(heads), (index + 1) * len(heads))
             gradient[:, part] += normal * (noise * clip)[None, part, None]
         velocity.mul_(momentum[:, None]).add_(gradient / divisor)
@@ -115,12 +124,18 @@ def simulate(data: HeadData, heads: Sequence[Head], *, seeds: Sequence[int], poi
         share = torch.minimum(decay, torch.tensor((1 + step) / (10 + step)))[:, None]
         average = average * share + weights * (1 - share)
         if step + 1 in reports:
-            shown = torch.where(decay[:, None] > 0, average, weights)
-            found.append(_accuracy(test, data.test_y, shown, len(seeds)))
+            scores = (test @ torch.where(decay[:, None] > 0, average, weights).flatten(1)).view(-1, runs, classes)
+            if outside is not None:
+                for index, generator in enumerate(generators):
+                    drawn = torch.randn(width, classes, generator=generator)
+                    other[index] += drawn * (step + 1 - shown_at) ** 0.5
+                    part = slice(index * len(heads), (index + 1) * len(heads))
+                    scores[:, part] -= (outside @ other[index])[:, None] * (lr * noise * clip / divisor)[part, None]
+            shown_at = step + 1
+            found.append(_accuracy(scores, data.test_y, len(seeds)))
     return np.stack(found)
 
 
-def _accuracy(test: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, seeds: int) -> NDArray[np.float64]:
-    scores = (test @ weights.flatten(1)).view(len(test), -1, weights.shape[2])
+def _accuracy(scores: torch.Tensor, labels: torch.Tensor, seeds: int) -> NDArray[np.float64]:
     hits = scores.argmax(-1).eq(labels[:, None]).double().mean(0)
     return 100 * hits.view(seeds, -1).numpy()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from benchmarks.own_data.features import PRETRAINED, contrast_features, features
+from benchmarks.own_data.features import MOST_PRETRAINED, MOST_SCATTERED, PRETRAINED, contrast_features, features
 from benchmarks.own_data.heads import Head, HeadData, delta_for, noise_for, simulate
 from benchmarks.own_data.one_shot import class_means, least_squares
 from benchmarks.own_data.sources import BY_NAME
@@ -32,6 +32,8 @@ RATES = (1 / 16, 1 / 4, 1.0, 4.0, 16.0)
 CLIPS = (0.1, 0.5)
 FEATURES = tuple(itertools.product((2, 4), (0.3, 3.0, 10.0)))
 """60 points: 5 rates (times the default's) × 2 clip norms × 6 features (pool, ridge)."""
+MOST_GRID_UNITS = 3000
+"""Larger cells have the default alone: a grid would take hours."""
 SEEDS, FRESH = (0, 1, 2), (100, 101, 102)
 POINTS = 10
 
@@ -55,8 +57,10 @@ class Cell:
 def default_head(cell: Cell, *, width: int, classes: int) -> Head:
     """What ``training.defaults`` chooses: the same functions that the run calls."""
     n, delta = cell.num_units, delta_for(cell.num_units)
-    steps, clip = defaults.HEAD_STEPS, defaults.head_clip_norm(width, pretrained=cell.pretrained)
     mu = defaults.gaussian_mu(cell.epsilon, delta)
+    full = defaults.full_signal(n, epsilon=cell.epsilon, delta=delta)
+    offset = defaults.head_offset(classes, signal=full, pretrained=cell.pretrained)
+    steps, clip = defaults.HEAD_STEPS, defaults.head_clip_norm(width, offset=offset)
     plan = defaults.HeadPlan(
         features=width,
         classes=classes,
@@ -65,25 +69,28 @@ def default_head(cell: Cell, *, width: int, classes: int) -> Head:
         clip_norm=clip,
         delta=delta,
         pretrained=cell.pretrained,
+        offset=offset,
     )
     estimate = defaults.estimated_noise(n, batch=float(n), steps=steps, mu=mu)
     signal = defaults.plan_signal(n, batch=float(n), steps=steps, noise_multiplier=estimate)
     noise = noise_for(n, float(n), steps, cell.epsilon, delta)
-    return Head(defaults.head_rate(plan, signal=signal), clip, steps, noise_multiplier=noise)
+    return Head(defaults.head_rate(plan, signal=signal), clip, steps, noise_multiplier=noise, offset=plan.offset)
 
 
 def default_features(cell: Cell) -> HeadData:
     """The features that the default model has for this cell."""
     if cell.pretrained:
-        return features(cell.source, PRETRAINED, {"resize_to": defaults.PRETRAINED_IMAGE_SIZE}, side=224, most=2000)
+        options = {"resize_to": defaults.PRETRAINED_IMAGE_SIZE}
+        return features(cell.source, PRETRAINED, options, side=224, most=MOST_PRETRAINED)
     signal = defaults.full_signal(cell.num_units, epsilon=cell.epsilon, delta=delta_for(cell.num_units))
-    pool = min(defaults.HEAD_POOL, SIDE // 4)
-    return whitened(cell.source, pool=pool, ridge=defaults.whitening_ridge(signal))
+    pool = defaults.HEAD_POOL if signal < defaults.FULL_RESOLUTION else defaults.MOST_REGIONS
+    return whitened(cell, pool=pool, ridge=defaults.whitening_ridge(signal))
 
 
-def whitened(source: str, *, pool: int, ridge: float) -> HeadData:
+def whitened(cell: Cell, *, pool: int, ridge: float) -> HeadData:
     """Pool and whiten kept features, as ``WhitenedPaths`` and the LayerNorm behind it do."""
-    kept = contrast_features(source, side=SIDE, pool=defaults.HEAD_POOL)
+    most = max(MOST_SCATTERED, cell.num_units)
+    kept = contrast_features(cell.source, side=SIDE, pool=max(pool, defaults.HEAD_POOL), most=most)
     colours, paths = kept.train_x.shape[1:3]
 
     def finished(x: torch.Tensor) -> torch.Tensor:
@@ -94,8 +101,8 @@ def whitened(source: str, *, pool: int, ridge: float) -> HeadData:
     return HeadData(finished(kept.train_x), kept.train_y, finished(kept.test_x), kept.test_y, kept.num_classes)
 
 
-def measure(cell: Cell, *, grid: bool, baseline: bool) -> dict[str, Any]:
-    """Run one cell: default (n = 3), best of the grid (n = 1 each, winner again, n = 3), baseline, majority."""
+def measure(cell: Cell, *, grid: bool) -> dict[str, Any]:
+    """Run one cell: default (n = 3), majority; with ``grid`` its best (n = 1, winner again, n = 3) and the baseline."""
     started = time.perf_counter()
     whole = default_features(cell)
     head = default_head(cell, width=whole.train_x.shape[1], classes=whole.num_classes)
@@ -115,7 +122,6 @@ def measure(cell: Cell, *, grid: bool, baseline: bool) -> dict[str, Any]:
     }
     if grid:
         row |= best_of_grid(cell, whole)
-    if baseline:
         row["baseline"] = round(regression(whole.first(cell.num_units, seed=SEEDS[0])), 2)
     return row | {"seconds": round(time.perf_counter() - started, 1)}
 
@@ -155,13 +161,13 @@ def best_of_grid(cell: Cell, whole: HeadData) -> dict[str, Any]:
     best: tuple[float, tuple[Any, ...]] = (-1.0, ())
     kinds: Sequence[Any] = (None,) if cell.pretrained else FEATURES
     for kind in kinds:
-        data = whole if kind is None else whitened(cell.source, pool=kind[0], ridge=kind[1])
+        data = whole if kind is None else whitened(cell, pool=kind[0], ridge=kind[1])
         heads = list(_grid_heads(data, cell))
         found = simulate(data.first(cell.num_units, seed=SEEDS[0]), [head for _, head in heads], seeds=[SEEDS[0]])
         for (point, _), accuracy in zip(heads, found[-1][0], strict=True):
             best = max(best, (float(accuracy), (kind, *point)), key=lambda each: each[0])
     kind, rate, clip = best[1]
-    data = whole if kind is None else whitened(cell.source, pool=kind[0], ridge=kind[1])
+    data = whole if kind is None else whitened(cell, pool=kind[0], ridge=kind[1])
     head = dict(_grid_heads(data, cell))[(rate, clip)]
     again = [simulate(data.first(cell.num_units, seed=s), [head], seeds=[s])[-1][0][0] for s in FRESH]
     point = {"features": kind, "rate": rate, "clip": clip}
@@ -169,9 +175,12 @@ def best_of_grid(cell: Cell, whole: HeadData) -> dict[str, Any]:
 
 
 def _grid_heads(data: HeadData, cell: Cell) -> Iterator[tuple[tuple[float, float], Head]]:
-    """Heads of every rate and clip norm; the rate is relative to the one that puts the default's noise on a logit."""
+    """Heads of every rate and clip norm; the rate is relative to the one that puts the default's noise on a logit.
+
+    None has an offset, so that the grid shows what a plain head can reach.
+    """
     width = data.train_x.shape[1]
-    own = default_head(cell, width=width, classes=data.num_classes)
+    own = replace(default_head(cell, width=width, classes=data.num_classes), offset=0.0)
     rates = RATES if not cell.pretrained else tuple(2.0**power for power in range(-15, 15))
     for rate, clip in itertools.product(rates, CLIPS):
         clip_norm = clip * math.sqrt(width)
@@ -182,10 +191,16 @@ def _grid_heads(data: HeadData, cell: Cell) -> Iterator[tuple[tuple[float, float
 
 
 def regression(data: HeadData) -> float:
-    """Accuracy of scikit-learn's logistic regression on the same features, without privacy; C by cross-validation."""
+    """Accuracy of scikit-learn's logistic regression on the same features, without privacy; C by cross-validation.
+
+    With fewer rows than features it is trained in the span of the rows, where its ridge leaves the weights anyway.
+    """
     from sklearn.linear_model import LogisticRegressionCV
 
     scale = math.sqrt(data.train_x.shape[1])
+    if len(data.train_x) < data.train_x.shape[1]:
+        basis = torch.linalg.qr(data.train_x.T).Q
+        data = replace(data, train_x=data.train_x @ basis, test_x=data.test_x @ basis)
     model = LogisticRegressionCV(
         Cs=[1.0, 10.0, 100.0], cv=3, max_iter=200, l1_ratios=(0,), use_legacy_attributes=False, scoring="accuracy"
     )
@@ -193,13 +208,13 @@ def regression(data: HeadData) -> float:
     return 100 * float(model.score(data.test_x.numpy() / scale, data.test_y.numpy()))
 
 
-def run_cells(cells: Sequence[Cell], log: Path, *, grid: bool, again: bool = False) -> None:
-    """Run the cells that ``log`` does not have yet, or all of them ``again``, and append a row for each."""
-    done = set() if again else logged(log)
+def run_cells(cells: Sequence[Cell], log: Path, *, grid: bool) -> None:
+    """Run the cells that ``log`` does not have yet, and append a row for each."""
+    done = logged(log)
     for cell in cells:
         if cell.key in done:
             continue
-        row = measure(cell, grid=grid, baseline=grid)
+        row = measure(cell, grid=grid and cell.num_units <= MOST_GRID_UNITS)
         append(log, row)
         print(cell.key, row["default"], row.get("grid_best"), row.get("baseline"), f"{row['seconds']} s", flush=True)
 
