@@ -30,6 +30,6 @@ if __name__ == "__main__":
     result = dpvision.train(config, run=folder, model=make, loss=smooth)
     print(*(each["how"] for each in result.certificate["declared"] if each["what"].startswith("own")), sep="\n")
 
-    released = dpvision.load_model(result.run, model=make)  # the code is named again, and its hash is compared
+    released = dpvision.load(result.run, model=make)  # the code is named again, and its hash is compared
     print(sum(p.numel() for p in released.model.parameters()), "released parameters")
     print(f"accuracy {result.metrics['final']['accuracy']:.1%}, verified: {dpvision.verify(result.run).ok}")

@@ -1,4 +1,4 @@
-"""Protect patients, not images: 350 made-up patients own four digits each, and each patient is clipped as one unit."""
+"""Protect patients, not images: 350 synthetic patients own four digits each; each patient is one unit."""
 
 import sys
 
