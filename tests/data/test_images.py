@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from dpvision.data import load_images
-from dpvision.data.images import ImageHeader, decode, read_header
+from dpvision.data.images import ImageHeader, cover_box, decode, read_header, scaled
 from dpvision.errors import ArgumentError, DataError
 
 GRADIENT = np.linspace(0, 255, 12 * 10).reshape(12, 10).astype(np.uint8)
@@ -121,6 +121,24 @@ def test_odd_sizes_cover_the_shape_and_are_cropped_in_the_middle(tmp_path: Path)
     assert squashed[:, :2].max() == 0
     enlarged = decode(tmp_path / "a.png", image_shape=(3, 40, 40))
     assert enlarged.shape == (3, 40, 40)
+
+
+@pytest.mark.parametrize("side", [8, 28, 32, 48, 64, 96, 128, 192, 224])
+def test_the_part_that_is_kept_lies_within_an_image_of_any_size(side: int) -> None:
+    # In floats 224 * (450 / 224) is above 450: one image in several hundred sizes was refused by Pillow.
+    for height in range(1, 1201, 7):
+        for width in (*range(1, 1201, 113), height, side):
+            left, top, right, bottom = cover_box(height, width, (side, side))
+            assert 0 <= left < right <= width
+            assert 0 <= top < bottom <= height
+            assert abs((right - left) - (bottom - top)) < 1e-9
+            assert abs(right - left - min(height, width)) < 1e-9
+
+
+@pytest.mark.parametrize(("height", "width"), [(450, 600), (600, 450), (116, 116), (29, 29)])
+def test_images_whose_kept_part_was_rounded_outside_are_read(height: int, width: int) -> None:
+    image = Image.new("L", (width, height), 90)
+    assert np.all(np.asarray(scaled(image, (224, 224), squash=False, method=Image.Resampling.BILINEAR)) == 90)
 
 
 def test_a_file_with_the_wrong_suffix_is_read_by_its_content(tmp_path: Path) -> None:

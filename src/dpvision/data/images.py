@@ -125,11 +125,14 @@ def fit(store: ImageStore, options: LoadOptions) -> ImageStore:
 
 
 def cover_box(height: int, width: int, size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """Find the largest central part (left, top, right, bottom) of an image that has the proportions of ``size``."""
+    """Find the largest central part (left, top, right, bottom) of an image that has the proportions of ``size``.
+
+    It lies within the image exactly: Pillow refuses an edge that rounding puts a billionth of a pixel outside.
+    """
     scale = min(height / size[0], width / size[1])
-    box_height, box_width = size[0] * scale, size[1] * scale
+    box_height, box_width = min(float(height), size[0] * scale), min(float(width), size[1] * scale)
     top, left = (height - box_height) / 2, (width - box_width) / 2
-    return left, top, left + box_width, top + box_height
+    return left, top, min(float(width), left + box_width), min(float(height), top + box_height)
 
 
 def with_channels(images: Tensor, channels: int | None) -> Tensor:
