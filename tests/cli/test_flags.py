@@ -95,7 +95,7 @@ def command(name: str) -> Any:
 
 def dpvision_errors(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "dpvision", *arguments], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", "dpvision", *arguments], capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()

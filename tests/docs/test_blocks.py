@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 from dpvision.cli import app
 from dpvision.papers.tables import all_tables
+from fixed_keys import numbered_secrets
 from page_folder import write_page_folder
 
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
@@ -205,7 +206,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(text)
     (toml,) = [block.text for block in BLOCKS if block.language == "toml"]
     (folder / "run.toml").write_text(toml)
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, numbered_secrets("finished runs"):
         patch.chdir(folder)
         for name, (arguments, _) in FINISHED.items():
             command = ["train", *arguments.split(), "--output", name, "--target-epsilon", "3"]
@@ -224,7 +225,8 @@ def folder(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setenv("DPVISION_KEY_PASSWORD", "a password")
     monkeypatch.syspath_prepend(place)
     before = set(sys.modules)
-    yield place
+    with numbered_secrets("a page"):  # of few images none might be held out
+        yield place
     for name in ("my_model", "my_loss"):
         if name not in before:
             sys.modules.pop(name, None)

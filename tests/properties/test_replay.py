@@ -49,9 +49,9 @@ def test_everything_downstream_of_the_noise_is_the_same_for_neighbours(
 def test_the_ledger_holds_one_charge_for_each_noise_draw_empty_draws_included(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rare = {"privacy": {"expected_batch_size": 0.5}}
+    rare = {"privacy": {"expected_batch_size": 0.5, "steps": 36}}
     replay, _, run = run_frozen(tmp_path / "a", monkeypatch, None, **rare)
     empty = sum(all(not value.any() for value in sums.values()) for sums in replay.sums)
-    assert empty >= 1, "no draw was empty: the test shows nothing"
+    assert 1 <= empty < 36, "no draw was empty, or all were: the test shows little"
     charges = charges_of(read_ledger(run / "release" / "ledger.jsonl"))
-    assert sum(count for _, count in charges) == len(replay.sums) == 12
+    assert sum(count for _, count in charges) == len(replay.sums) == 36

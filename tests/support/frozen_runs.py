@@ -63,15 +63,19 @@ class Replay:
 def run_frozen(
     folder: Path, monkeypatch: pytest.MonkeyPatch, extra: np.ndarray | None, **changes: Any
 ) -> tuple[Replay, Recorder, Path]:
-    """A run with fixed keys (not bound to the data, so that neighbours share them) and a frozen noisy output."""
+    """A run with fixed keys and a frozen noisy output.
+
+    The keys are bound neither to the data, so that neighbours share them, nor to code and machine, so that the draws
+    are always the same: in another draw the extra image might not occur.
+    """
     replay, recorder = Replay(), Recorder()
     monkeypatch.setattr(step_module, "noisy_mean", replay.noisy_mean)
     bound: Callable[..., dict[str, str]] = binding_module.current_binding
 
-    def without_data(**facts: str) -> dict[str, str]:
-        return bound(**{**facts, "data_fingerprint": "shared"})
+    def without_values(**facts: str) -> dict[str, str]:
+        return dict.fromkeys(bound(**facts), "shared")
 
-    monkeypatch.setattr("dpvision.training.run_fingerprint.current_binding", without_data)
+    monkeypatch.setattr("dpvision.training.run_fingerprint.current_binding", without_values)
     folder.mkdir()
     monkeypatch.chdir(folder)
     write_images(Path("pictures.npz"), extra=extra)

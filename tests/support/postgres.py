@@ -46,16 +46,11 @@ def postgres_url() -> Iterator[str]:
         if user is not None:
             shutil.chown(folder, user)
             shutil.chown(folder / "password", user)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         data = folder / "data"
         make = [initdb, "-D", data, "-U", "dpvision", "--auth=scram-sha-256", f"--pwfile={folder / 'password'}"]
         subprocess.run(make, check=True, user=user, cwd=folder, stdout=subprocess.DEVNULL)
-        command = [postgres, "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", folder]
-        server = subprocess.Popen(command, user=user, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        server, port = _started([postgres, "-D", str(data), "-h", "127.0.0.1", "-k", str(folder)], user, folder)
         try:
-            _wait(port)
             yield f"postgresql+psycopg2://dpvision:{PASSWORD}@127.0.0.1:{port}/postgres"
         finally:
             server.send_signal(signal.SIGINT)  # does not wait for open connections
@@ -64,14 +59,36 @@ def postgres_url() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait(port: int) -> None:
+def _started(command: list[str], user: str | None, folder: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the server on a free port, and on another one if somebody was faster; wait until it answers."""
+    for _ in range(5):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        server = subprocess.Popen(
+            [*command, "-p", str(port)],
+            user=user,
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        if _answers(server, port):
+            return server, port
+        server.kill()
+        server.wait()
+    raise TimeoutError("the database did not start")
+
+
+def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
+    """Wait for an answer, at most two minutes; False if there is none, or if the server has ended."""
     import psycopg2
 
-    for _ in range(200):
+    began = time.monotonic()
+    while server.poll() is None and time.monotonic() - began < 120:
         try:
             psycopg2.connect(host="127.0.0.1", port=port, user="dpvision", password=PASSWORD, dbname="postgres").close()
         except psycopg2.OperationalError:
             time.sleep(0.1)
         else:
-            return
-    raise TimeoutError("the database did not start")
+            return True
+    return False

@@ -39,20 +39,22 @@ def run_ranks(size: int, function: Callable[[int], Any], folder: Path, *, timeou
         timeout: seconds that a rank waits for another.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = {_forked(rank, size, port, function, folder, timeout): rank for rank in range(size)}
-    codes, began = {}, time.monotonic()
-    while len(codes) < size:
-        for child, rank in children.items():
-            if rank not in codes:
-                done, status = os.waitpid(child, os.WNOHANG)
-                if done:
-                    codes[rank] = os.waitstatus_to_exitcode(status)
-                elif time.monotonic() - began > LONGEST:
-                    os.kill(child, signal.SIGKILL)
-        time.sleep(0.01)
+    with socket.socket() as kept:
+        # Rank 0 may listen on the port meanwhile, and the system gives it to no other process.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        port = kept.getsockname()[1]
+        children = {_forked(rank, size, port, function, folder, timeout): rank for rank in range(size)}
+        codes, began = {}, time.monotonic()
+        while len(codes) < size:
+            for child, rank in children.items():
+                if rank not in codes:
+                    done, status = os.waitpid(child, os.WNOHANG)
+                    if done:
+                        codes[rank] = os.waitstatus_to_exitcode(status)
+                    elif time.monotonic() - began > LONGEST:
+                        os.kill(child, signal.SIGKILL)
+            time.sleep(0.01)
     return [_ended(folder / f"ended-{rank}.json", codes[rank]) for rank in range(size)]
 
 

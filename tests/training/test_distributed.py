@@ -270,7 +270,7 @@ def test_a_layer_that_one_process_alone_freezes_stops_the_step(tmp_path: Path, f
                 parameter.requires_grad_(rank != frozen_by)
             run.step(batch, cross_entropy, microbatch_size=3)
 
-    ended = run_ranks(2, script, tmp_path, timeout=10.0)
+    ended = run_ranks(2, script, tmp_path)
     expected = "can't be frozen" if sharded and frozen_by == 0 else "what is trained"
     assert all(expected in (each.error or "") for each in ended)
     assert charged(tmp_path / "run") == 0
@@ -354,17 +354,25 @@ def _die_in_step(rank: int, step: int) -> None:
 def test_a_process_that_hangs_stops_the_run_within_the_timeout(tmp_path: Path) -> None:
     config = tiny_config(write_images(tmp_path / "images.npz"), performance={"microbatch_size": 2})
 
+    given_up = tmp_path / "rank 0 has given up"
+
+    def hang(self: Follower, message: Any) -> None:
+        began = time.monotonic()
+        while not given_up.exists() and time.monotonic() - began < 300:
+            time.sleep(0.1)
+
     def script(rank: int) -> float:
         if rank == 1:
-            Follower._step = lambda self, message: time.sleep(30)  # type: ignore[method-assign]
+            Follower._step = hang  # type: ignore[method-assign]
         began = time.monotonic()
-        with pytest.raises(DPVisionError, match="did not answer within 4 s"):
+        with pytest.raises(DPVisionError, match="did not answer within 15 s"):
             train(config, run=tmp_path / "run", seed=3)
+        given_up.touch()
         return time.monotonic() - began
 
-    first, _ = run_ranks(2, script, tmp_path, timeout=4.0)
+    first, _ = run_ranks(2, script, tmp_path, timeout=15.0)
     assert first.error is None
-    assert first.value < 30
+    assert first.value < 250, "it waited for the process that hangs, not for the timeout"
     assert charged(tmp_path / "run") == 0
 
 

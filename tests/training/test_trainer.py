@@ -329,11 +329,10 @@ def test_a_fork_shares_no_noise_with_the_run_it_left(
     original, noise = step_module.noisy_mean, {}
 
     def watched(clipped: Any, mechanism: Any, keys: Any, **more: Any) -> Any:
-        sums = dict(clipped.gradients)
+        exact = {n: g.double() / mechanism.expected_batch_size for n, g in clipped.gradients.items()}
         private = original(clipped, mechanism, keys, **more)
-        name = "1.bias" if "1.bias" in private.gradients else next(iter(private.gradients))
-        exact = sums[name] / mechanism.expected_batch_size
-        noise.setdefault(more["step"], []).append((private.gradients[name] - exact).double())
+        drawn = {n: g.double() - exact[n] for n, g in private.gradients.items()}
+        noise.setdefault(more["step"], []).append(drawn)
         return private
 
     monkeypatch.setattr(step_module, "noisy_mean", watched)
@@ -342,8 +341,10 @@ def test_a_fork_shares_no_noise_with_the_run_it_left(
     resume_training(tmp_path / "run", allow_fork=True)
     twice = [draws for draws in noise.values() if len(draws) == 2]
     assert len(twice) == 3
+    # Equal noise differs by the rounding of float32, which is below 2e-7 here. Independent noise, of standard deviation
+    # 0.05, comes as near in three of 192 weights or of three biases with a chance below 1e-10.
     for one, other in twice:
-        assert not torch.isclose(one, other, rtol=1e-3, atol=0).any()
+        assert all(int(((one[n] - other[n]).abs() < 2e-7).sum()) < 3 for n in one)
 
 
 def test_another_number_of_threads_is_a_fork(tmp_path: Path, pictures: Path) -> None:
