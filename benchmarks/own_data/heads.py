@@ -57,7 +57,9 @@ class Head:
     """Of the average of the weights (ema); 0 means none."""
     noise_multiplier: float = 0.0
     offset: float = 0.0
-    """A constant feature in training alone, over √D; with 0, a bias counts once, in predictions too."""
+    """A constant feature in training, over √D; with 0, a bias counts once, in predictions too."""
+    kept: float = 0.0
+    """Share of the constant feature that predictions keep."""
 
 
 @cache
@@ -74,17 +76,18 @@ def delta_for(num_units: int) -> float:
 
 
 def simulate(data: HeadData, heads: Sequence[Head], *, seeds: Sequence[int], points: int = 1) -> NDArray[np.float64]:
-    """Train every head with every seed; heads must have the same number of steps, sample rate and offset.
+    """Train every head with every seed; heads must have the same steps, sample rate and offset.
 
     Returns:
         Test accuracy in percent, (points, seeds, heads): at ``points`` equally spaced steps, the last one included.
     """
-    steps, rate, offset = heads[0].steps, heads[0].sample_rate, heads[0].offset
-    if any((each.steps, each.sample_rate, each.offset) != (steps, rate, offset) for each in heads):
+    steps, rate, offset, kept = heads[0].steps, heads[0].sample_rate, heads[0].offset, heads[0].kept
+    if any((each.steps, each.sample_rate, each.offset, each.kept) != (steps, rate, offset, kept) for each in heads):
         raise ValueError("heads of one call must have the same steps, sample rate and offset")
     x, y = data.train_x, functional.one_hot(data.train_y, data.num_classes).float()
     runs, classes, width = len(seeds) * len(heads), data.num_classes, x.shape[1] + 1
-    learned, predicted = (offset * x.shape[1] ** 0.5, 0.0) if offset else (1.0, 1.0)
+    learned = offset * x.shape[1] ** 0.5 if offset else 1.0
+    predicted = kept * learned if offset else 1.0
     x = torch.cat((x, torch.full((len(x), 1), learned)), 1)
     test = torch.cat((data.test_x, torch.full((len(data.test_x), 1), predicted)), 1)
 

@@ -24,7 +24,7 @@ from benchmarks.own_data.features import MOST_PRETRAINED, MOST_SCATTERED, PRETRA
 from benchmarks.own_data.heads import Head, HeadData, delta_for, noise_for, simulate
 from benchmarks.own_data.one_shot import class_means, least_squares
 from benchmarks.own_data.sources import BY_NAME
-from dpvision.models.scattering import WhitenedPaths
+from dpvision.models.scattering import KEPT_OFFSET, WhitenedPaths
 from dpvision.training import defaults
 
 SIDE = 32
@@ -60,7 +60,7 @@ def default_head(cell: Cell, *, width: int, classes: int) -> Head:
     mu = defaults.gaussian_mu(cell.epsilon, delta)
     full = defaults.full_signal(n, epsilon=cell.epsilon, delta=delta)
     offset = defaults.head_offset(classes, signal=full, pretrained=cell.pretrained)
-    steps, clip = defaults.HEAD_STEPS, defaults.head_clip_norm(width, offset=offset)
+    steps, clip = defaults.HEAD_STEPS, defaults.head_clip_norm(width, pretrained=cell.pretrained, offset=offset)
     plan = defaults.HeadPlan(
         features=width,
         classes=classes,
@@ -74,7 +74,9 @@ def default_head(cell: Cell, *, width: int, classes: int) -> Head:
     estimate = defaults.estimated_noise(n, batch=float(n), steps=steps, mu=mu)
     signal = defaults.plan_signal(n, batch=float(n), steps=steps, noise_multiplier=estimate)
     noise = noise_for(n, float(n), steps, cell.epsilon, delta)
-    return Head(defaults.head_rate(plan, signal=signal), clip, steps, noise_multiplier=noise, offset=plan.offset)
+    kept = KEPT_OFFSET if plan.offset and not cell.pretrained else 0.0
+    rate = defaults.head_rate(plan, signal=signal)
+    return Head(rate, clip, steps, noise_multiplier=noise, offset=plan.offset, kept=kept)
 
 
 def default_features(cell: Cell) -> HeadData:
@@ -180,7 +182,7 @@ def _grid_heads(data: HeadData, cell: Cell) -> Iterator[tuple[tuple[float, float
     None has an offset, so that the grid shows what a plain head can reach.
     """
     width = data.train_x.shape[1]
-    own = replace(default_head(cell, width=width, classes=data.num_classes), offset=0.0)
+    own = replace(default_head(cell, width=width, classes=data.num_classes), offset=0.0, kept=0.0)
     rates = RATES if not cell.pretrained else tuple(2.0**power for power in range(-15, 15))
     for rate, clip in itertools.product(rates, CLIPS):
         clip_norm = clip * math.sqrt(width)

@@ -113,6 +113,7 @@ LAYERS = {
     "offset linear": Layer(lambda: OffsetLinear(5, 3, length=7.0), (5,)),
     "offset linear with positions": Layer(lambda: OffsetLinear(5, 3, length=0.5), (4, 5), True),
     "offset linear in evaluation mode": Layer(lambda: OffsetLinear(5, 3, length=7.0).eval(), (5,)),
+    "offset linear that keeps a share": Layer(lambda: OffsetLinear(5, 3, length=7.0, kept=0.3).eval(), (5,)),
     "standardised conv": Layer(lambda: WSConv2d(2, 4, 3), (2, 6, 6), True),
     "standardised conv strided, grouped": Layer(lambda: WSConv2d(4, 6, 3, stride=2, groups=2), (4, 6, 6), True),
     "standardised conv without gain and bias": Layer(lambda: WSConv2d(2, 4, 3, padding=0, affine=()), (2, 6, 5), True),

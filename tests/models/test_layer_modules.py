@@ -118,6 +118,17 @@ def test_an_offset_is_learned_in_training_and_left_out_of_predictions() -> None:
         OffsetLinear(3, 2, length=0.0)
 
 
+def test_predictions_can_keep_a_share_of_an_offset() -> None:
+    layer, x = OffsetLinear(3, 2, length=5.0, kept=0.3), torch.randn(4, 3)
+    with torch.no_grad():
+        layer.bias.copy_(torch.tensor([1.0, -2.0]))
+    torch.testing.assert_close(layer(x), torch.tensor([5.0, -10.0]).expand(4, 2))
+    torch.testing.assert_close(layer.eval()(x), torch.tensor([1.5, -3.0]).expand(4, 2))
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ArgumentError, match="kept must be"):
+            OffsetLinear(3, 2, length=5.0, kept=share)
+
+
 def test_squeeze_and_excitation_gates_by_spatial_means() -> None:
     gate, x = SqueezeExcite(4, 2, activation=nn.ReLU(), factor=2.0), torch.randn(3, 4, 5, 6)
     factor = 2 * torch.sigmoid(gate.expand(torch.relu(gate.reduce(x.mean((2, 3))))))

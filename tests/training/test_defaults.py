@@ -9,6 +9,7 @@ import pytest
 
 from dpvision.accounting import calibrate_noise_multiplier, propose_delta
 from dpvision.config import RunConfig, parse_config
+from dpvision.models import OffsetLinear, create
 from dpvision.training.defaults import (
     HEAD_STEPS,
     MOST_LOGIT_NOISE,
@@ -18,6 +19,7 @@ from dpvision.training.defaults import (
     fill_open_settings,
     full_signal,
     gaussian_mu,
+    head_clip_norm,
     head_offset,
     logit_noise,
     training_time,
@@ -155,12 +157,45 @@ def test_pretrained_features_of_more_than_two_classes_have_the_noise_of_other_fe
 def test_two_classes_on_pretrained_features_have_an_offset_and_a_time_that_follow_the_signal() -> None:
     offsets = [head_offset(2, signal=signal, pretrained=True) for signal in (50.0, 200.0, 450.0, 654.0, 2001.0)]
     assert offsets == [0.5, 1.0, 1.5, 1.7, 0.0]
-    assert head_offset(2, signal=654.0, pretrained=False) == 0
     # 800 chest X-rays at epsilon 3; without the offset a model of two classes is trained as one of three.
     assert training_time(2, signal=654.0, pretrained=True, offset=1.7) == 80.0
     assert training_time(2, signal=654.0, pretrained=True) == pytest.approx(0.7 * 654)
     # A weak signal: little is learned, and the more frequent class is predicted rather than noise.
     assert training_time(2, signal=20.0, pretrained=True, offset=0.3) == pytest.approx(3.0)
+
+
+def test_two_classes_on_wavelet_features_have_an_offset_where_the_signal_is_neither_weak_nor_strong() -> None:
+    offsets = [head_offset(2, signal=signal, pretrained=False) for signal in (279.0, 280.0, 654.0, 1500.0, 1501.0)]
+    assert offsets == [0.0, 0.55, 0.55, 0.55, 0.0]
+    assert head_offset(3, signal=654.0, pretrained=False) == 0
+    times = [training_time(2, signal=signal, offset=0.55) for signal in (200.0, 280.0, 400.0, 654.0, 1500.0)]
+    assert times == pytest.approx([150.0, 159.6, 228.0, 300.0, 300.0])
+    assert head_clip_norm(1600, offset=0.55) == head_clip_norm(1600) == 4.0
+    assert head_clip_norm(1600, pretrained=True, offset=0.55) == 20.0
+
+
+def test_the_default_model_of_two_classes_has_the_offset_and_keeps_a_share_of_it() -> None:
+    private = filled(asked(num_units=800, target_epsilon=3.0), facts(800, num_classes=2))
+    assert private.model is not None
+    assert private.model.options["offset"] == 0.55
+    name, options = private.model.name, private.model.options
+    *_, head = create(name, num_classes=2, **options).children()
+    assert isinstance(head, OffsetLinear)
+    assert head.kept == 0.3
+    assert head.length == pytest.approx(0.55 * head.in_features**0.5)
+    # Not at a weak signal, for more classes, or for another loss; nor in a model that the user names.
+    for config, found in (
+        (asked(num_units=60, target_epsilon=1.0), facts(60, num_classes=2)),
+        (asked(num_units=800, target_epsilon=3.0), facts(800, num_classes=3)),
+        (asked(num_units=800).model_copy(update={"loss": "own:loss"}), facts(800, num_classes=2)),
+        (
+            asked(num_units=800, model={"name": "scatter_linear", "options": {"standardise": "whitened"}}),
+            facts(800, num_classes=2),
+        ),
+    ):
+        model = filled(config, found).model
+        assert model is not None
+        assert "offset" not in model.options
 
 
 def test_logit_noise_of_three_and_more_classes_rises_evenly_up_to_its_limit() -> None:

@@ -210,34 +210,37 @@ class ScalarGain(nn.Module):
 
 @final
 class OffsetLinear(nn.Module):
-    """A linear layer for training with a large constant feature that predictions leave out.
+    """A linear layer for training with a large constant feature, of which predictions keep a share, or nothing.
 
     In training, ``bias`` counts ``length`` times: every row has one more feature of that value. Its weight learns how
-    frequent the classes are, so that the others learn what differs between them. In evaluation mode the bias is left
-    out, and scores belong to classes of about equal frequency. All parameters begin at zero: ``weight`` (O, I) and
-    ``bias`` (O,).
+    frequent the classes are, so that the others learn what differs between them. In evaluation mode the bias counts
+    ``kept · length`` times: with 0 it is left out, and scores belong to classes of about equal frequency. All
+    parameters begin at zero: ``weight`` (O, I) and ``bias`` (O,).
     """
 
-    def __init__(self, in_features: int, out_features: int, *, length: float) -> None:
+    def __init__(self, in_features: int, out_features: int, *, length: float, kept: float = 0.0) -> None:
         super().__init__()
         if not 0 < length < math.inf:
             raise ArgumentError(f"length must be a finite number above 0, got {length}.")
-        self.in_features, self.out_features, self.length = in_features, out_features, length
+        if not 0 <= kept <= 1:
+            raise ArgumentError(f"kept must be between 0 and 1, got {kept}.")
+        self.in_features, self.out_features, self.length, self.kept = in_features, out_features, length, kept
         self.weight = nn.Parameter(torch.zeros(out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(out_features))
 
     @property
     def bias_factor(self) -> float:
         """What the bias is multiplied by in the present mode."""
-        return self.length if self.training else 0.0
+        return self.length if self.training else self.kept * self.length
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x Wᵀ``, in training with ``length`` times the bias."""
-        return functional.linear(x, self.weight, self.bias * self.length if self.training else None)
+        """``x Wᵀ`` and ``bias_factor`` times the bias."""
+        factor = self.bias_factor
+        return functional.linear(x, self.weight, self.bias * factor if factor else None)
 
     def extra_repr(self) -> str:
-        """Sizes and length."""
-        return f"{self.in_features}, {self.out_features}, length={self.length:g}"
+        """Sizes, length and what is kept."""
+        return f"{self.in_features}, {self.out_features}, length={self.length:g}, kept={self.kept:g}"
 
 
 @final

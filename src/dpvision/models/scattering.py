@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from dpvision.errors import ArgumentError, Problems
 from dpvision.models.backbone import zero
+from dpvision.models.layers import OffsetLinear
 from dpvision.models.layers import activation as make_activation
 from dpvision.models.shoefit import ImageSize, height_width
 
@@ -35,6 +36,8 @@ Array = NDArray[np.float64]
 SIGMA, FREQUENCY = 0.8, 3 * math.pi / 4
 # kymatio's normalising constants use this π; with it, features and published settings carry over.
 PI = 3.1415
+KEPT_OFFSET = 0.3
+"""Share of an offset that predictions keep: without it weak features decide against the frequent class at random."""
 _TOGETHER = 16
 
 
@@ -432,6 +435,7 @@ def scatter_linear(
     fine: bool = False,
     pool: int = 0,
     ridge: float = 1.0,
+    offset: float = 0.0,
 ) -> nn.Module:
     """Scattering, standardisation, one linear layer: the strongest private features without public data at small ε.
 
@@ -439,12 +443,15 @@ def scatter_linear(
     comes with the package, or numbers (see ``channel_constants``; left out, 0 and 1, to be loaded with the weights).
     ``fine`` adds the features of the smallest scale, at twice the resolution and each channel standardised by itself.
     "whitened" takes ``pool`` and ``ridge``, see ``WhitenedPaths``: opponent colours, pooled and decorrelated features,
-    each row of length √D for D features, and a head that starts at zero. The defaults for own images use it.
+    each row of length √D for D features, and a head that starts at zero. ``offset`` above 0 makes the head an
+    ``OffsetLinear`` with a constant of that many times √D, of which predictions keep ``KEPT_OFFSET``. The defaults for
+    own images use these.
     """
     if standardise == "whitened":
-        return _whitened_linear(num_classes, in_channels, height_width(image_size), fine, constants, pool, ridge)
-    if pool or ridge != 1.0:
-        raise ArgumentError(f"pool and ridge need standardise='whitened', got {standardise!r}.")
+        size = height_width(image_size)
+        return _whitened_linear(num_classes, in_channels, size, fine, constants, pool, ridge, offset)
+    if pool or ridge != 1.0 or offset:
+        raise ArgumentError(f"pool, ridge and offset need standardise='whitened', got {standardise!r}.")
     if fine and standardise != "group":
         raise ArgumentError(f"fine features need standardise='group', got {standardise!r}.")
     size = height_width(image_size)
@@ -470,6 +477,7 @@ def _whitened_linear(
     constants: str | Constants | None,
     pool: int,
     ridge: float,
+    offset: float,
 ) -> nn.Module:
     """A linear layer on whitened features."""
     scattering = Scattering(size)
@@ -478,6 +486,7 @@ def _whitened_linear(
     problems.require(in_channels in (1, 3), f"standardise='whitened' needs 1 or 3 channels, got {in_channels}.")
     problems.count("pool", pool, least=0)
     problems.positive("ridge", ridge)
+    problems.require(0 <= offset < math.inf, f"offset must be a finite number from 0, got {offset}.")
     fits = pool <= min(scattering.output_size)
     problems.require(fits, f"pool must be at most {min(scattering.output_size)} for {size} pixels, got {pool}.")
     problems.raise_if_any()
@@ -486,6 +495,8 @@ def _whitened_linear(
     colours = [OpponentColours()] if in_channels == 3 else []
     head = nn.Linear(features, num_classes)
     zero(head)
+    if offset:
+        head = OffsetLinear(features, num_classes, length=offset * features**0.5, kept=KEPT_OFFSET)
     return nn.Sequential(
         *colours,
         scattering,

@@ -50,6 +50,12 @@ learns how frequent the classes are, so that a short training learns what differ
 clipped gradient, which a weak signal lacks; a signal above 2,000 learns both without it. See decision 0011."""
 OFFSET_NOISE, OFFSET_TIME = 0.15, 80.0
 """κ with such a feature, and the most rate times steps: enough, and longer training has no gain."""
+WAVELET_OFFSET, FIRST_OFFSET_SIGNAL, LAST_WAVELET_SIGNAL = 0.55, 280.0, 1500.0
+"""Two classes on wavelet features: the constant feature, of which predictions keep 0.3, and the signals that have it. A
+weaker signal learns too little beside it; a stronger one learns long enough without. See decision 0011."""
+WAVELET_OFFSET_NOISE, WAVELET_OFFSET_TIME = 0.57, 300.0
+"""κ and the most rate times steps of these."""
+WAVELET_OFFSET_REASON = "a constant feature learns how frequent the two classes are; predictions keep 0.3 of it"
 RIDGE_AT, LEAST_RIDGE, MOST_RIDGE = 1000.0, 0.3, 10.0
 PUBLIC_TIME = 60.0
 """Rate times steps for each class, over the squared length of a row, without privacy."""
@@ -126,6 +132,10 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
     require_fitting_model(model, masks=masks)
     model = fit_model(model, facts)
     head = head_features(model, facts, config)
+    offset = _offset_for(config, facts, pretrained=False) if config.model is None and head is not None else 0.0
+    if offset:
+        model = _with_offset(model, offset)
+        choices.append(Choice("offset", f"{offset:g}", WAVELET_OFFSET_REASON))
     small = head is not None or model.name in SMALL_MODELS
     # A head on features whose length is not known: a small clip norm and a large rate.
     other_head = head is None and config.transfer is not None and config.transfer.trained == "head"
@@ -156,13 +166,14 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
         own = is_own(model.name)
         reason = "usual; not tuned for your model" if own else "the value that works for this family of models"
         if head is not None:
-            clip_norm = head_clip_norm(head, offset=float(model.options.get("offset", 0.0)))
+            offset = float(model.options.get("offset", 0.0))
+            clip_norm = head_clip_norm(head, pretrained=config.transfer is not None, offset=offset)
             reason = f"follows from the length of a gradient on {head} features"
         choose("clip_norm", clip_norm, reason)
     if config.model is None:
         reason = "enough units" if not (small or masks) else "few parameters suit few units"
         text = model.name + "".join(
-            f", {name} {value}" for name, value in model.options.items() if name != "image_size"
+            f", {name} {value}" for name, value in model.options.items() if name not in ("image_size", "offset")
         )
         choices.insert(0, Choice("model", text, reason))
     plan = HeadPlan(
@@ -306,7 +317,7 @@ def logit_noise(classes: int, *, pretrained: bool = False, offset: float = 0.0) 
     which longer training fits to the training images: it is trained for less, because a shift in new images moves it.
     """
     if offset:
-        return OFFSET_NOISE
+        return OFFSET_NOISE if pretrained else WAVELET_OFFSET_NOISE
     if classes <= 2 and not pretrained:
         return NOISE_OF_TWO_CLASSES
     return min(LOGIT_NOISE + NOISE_PER_FURTHER_CLASS * max(0, classes - 2), MOST_LOGIT_NOISE)
@@ -320,7 +331,8 @@ def training_time(classes: int, *, signal: float, pretrained: bool = False, offs
     where the signal is weak, a short training keeps to the more frequent class instead of to noise.
     """
     if offset:
-        return min(logit_noise(classes, offset=offset) * signal, OFFSET_TIME)
+        time = logit_noise(classes, pretrained=pretrained, offset=offset) * signal
+        return min(time, OFFSET_TIME) if pretrained else min(max(TIME_OF_TWO_CLASSES, time), WAVELET_OFFSET_TIME)
     least = max(2, classes) * (PRETRAINED_TIME_PER_CLASS if pretrained else TIME_PER_CLASS)
     most, kept_back = MOST_LOGIT_NOISE, 0.0
     if classes <= 2 and not pretrained:
@@ -346,15 +358,19 @@ def head_features(model: ModelConfig, facts: Facts, config: RunConfig) -> int | 
     return None
 
 
-def head_clip_norm(features: int, *, offset: float = 0.0) -> float:
+def head_clip_norm(features: int, *, pretrained: bool = False, offset: float = 0.0) -> float:
     """The clip norm of a linear head on rows of length √features, to two digits."""
-    share = OFFSET_CLIP if offset else HEAD_CLIP
+    share = OFFSET_CLIP if offset and pretrained else HEAD_CLIP
     return float(f"{share * math.sqrt(features):.2g}")
 
 
 def head_offset(classes: int, *, signal: float, pretrained: bool) -> float:
-    """The constant feature that the head of a private run has in training alone, over √D, to two digits; 0 for none."""
-    if not pretrained or classes != 2 or signal > LAST_OFFSET_SIGNAL:
+    """The constant feature of a private head of two classes in training, over √D, to two digits; 0 for none."""
+    if classes != 2:
+        return 0.0
+    if not pretrained:
+        return WAVELET_OFFSET if FIRST_OFFSET_SIGNAL <= signal <= LAST_WAVELET_SIGNAL else 0.0
+    if signal > LAST_OFFSET_SIGNAL:
         return 0.0
     return float(f"{min(MOST_OFFSET, math.sqrt(signal / OFFSET_SIGNAL)):.2g}")
 
@@ -369,20 +385,30 @@ def add_offset(config: RunConfig, facts: Facts) -> tuple[RunConfig, tuple[Choice
     Returns:
         The configuration and the choice.
     """
-    privacy, model = config.privacy, config.model
-    scores = config.task == "classification" and config.data.findings is None
-    fits = privacy.enabled and scores and config.loss in (None, "cross_entropy")
-    if not fits or model is None or head_features(model, facts, config) is None:
+    model = config.model
+    if model is None or config.transfer is None or head_features(model, facts, config) is None:
         return config, ()
+    offset = _offset_for(config, facts, pretrained=True)
+    if not offset:
+        return config, ()
+    reason = "a constant feature in training alone learns how frequent the two classes are; predictions leave it out"
+    return config.model_copy(update={"model": _with_offset(model, offset)}), (Choice("offset", f"{offset:g}", reason),)
+
+
+def _offset_for(config: RunConfig, facts: Facts, *, pretrained: bool) -> float:
+    """``head_offset`` of a plan; 0 where the loss is not that of two classes, or the run is not private."""
+    privacy = config.privacy
+    scores = config.task == "classification" and config.data.findings is None
+    if not (privacy.enabled and scores and config.loss in (None, "cross_entropy")):
+        return 0.0
     num_units = units_for_defaults(privacy, facts)
     delta = privacy.delta or propose_delta(num_units)
     signal = full_signal(num_units, epsilon=privacy.target_epsilon or USUAL_EPSILON, delta=delta)
-    offset = head_offset(facts.num_classes, signal=signal, pretrained=config.transfer is not None)
-    if not offset:
-        return config, ()
-    model = model.model_copy(update={"options": {**model.options, "offset": offset}})
-    reason = "a constant feature in training alone learns how frequent the two classes are; predictions leave it out"
-    return config.model_copy(update={"model": model}), (Choice("offset", f"{offset:g}", reason),)
+    return head_offset(facts.num_classes, signal=signal, pretrained=pretrained)
+
+
+def _with_offset(model: ModelConfig, offset: float) -> ModelConfig:
+    return model.model_copy(update={"options": {**model.options, "offset": offset}})
 
 
 def head_rate(plan: HeadPlan, *, signal: float) -> float:
