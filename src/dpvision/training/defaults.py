@@ -144,7 +144,9 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
     small = head is not None or model.name in SMALL_MODELS
     # A head on features whose length is not known: a small clip norm and a large rate.
     other_head = head is None and config.transfer is not None and config.transfer.trained == "head"
-    network = head is None and not other_head and not masks and has_network_rule(model.name, num_units, privacy)
+    # Weights that were trained before keep their usual small steps: noise of 0.1 on each would undo them.
+    from_scratch = head is None and config.transfer is None and not masks
+    network = from_scratch and has_network_rule(model.name, num_units, privacy)
     batch = privacy.expected_batch_size
     if batch is None and head is not None:
         batch = float(num_units)
