@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import defaultdict
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from statistics import mean
 from typing import Any, Final
 
 import torch
@@ -30,8 +30,8 @@ from dpvision.models import create
 from dpvision.training.defaults import Facts, fill_open_settings
 
 MOST_TEST = 1000
-OLD: Final = {"name": "nadam", "rate": 1e-3, "clip_norm": 1.5, "fewest": 50}
-OLD_SHOEFIT: Final = {"name": "sgd", "rate": 4.0, "clip_norm": 0.5, "fewest": 50}
+OLD: Final = ("nadam", 1e-3, 1.5)  # update rule, rate, clip norm
+OLD_SHOEFIT: Final = ("sgd", 4.0, 0.5)
 LOSS = nn.CrossEntropyLoss(reduction="none")
 
 
@@ -42,7 +42,7 @@ def _conv(inputs: int, outputs: int, *, stride: int = 1, act: type[nn.Module] | 
 
 
 class Residual(nn.Module):
-    """x + body(x), optionally after a norm."""
+    """x + body(x)."""
 
     def __init__(self, *body: nn.Module) -> None:
         super().__init__()
@@ -52,35 +52,21 @@ class Residual(nn.Module):
         return x + self.body(x)
 
 
-class Attention(nn.Module):
-    """Single-head attention over tokens (N, tokens, width)."""
+class Apply(nn.Module):
+    """A function without parameters."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.into(x).chunk(3, -1)
-        return self.out((query @ key.transpose(1, 2) / query.shape[-1] ** 0.5).softmax(-1) @ value)
+        return self.function(x)
 
 
-class Patches(nn.Module):
-    """Patches of four pixels as tokens, with fixed positions."""
-
-    def __init__(self, channels: int, side: int, width: int) -> None:
-        super().__init__()
-        self.embed = nn.Conv2d(channels, width, 4, stride=4)
-        self.register_buffer("position", torch.randn(1, (side // 4) ** 2, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.embed(x).flatten(2).transpose(1, 2) + self.get_buffer("position")
-
-
-class MeanToken(nn.Module):
-    """The mean over tokens."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
+def _attend(x: Tensor) -> Tensor:
+    """Single-head attention of (N, tokens, query + key + value)."""
+    query, key, value = x.chunk(3, -1)
+    return (query @ key.transpose(1, 2) / query.shape[-1] ** 0.5).softmax(-1) @ value
 
 
 def _next(width: int) -> nn.Module:
@@ -93,7 +79,8 @@ def _next(width: int) -> nn.Module:
 def network(name: str, classes: int, channels: int, side: int) -> nn.Module:
     """The networks of the study; a name that is none of them is one of the catalogue."""
     half, quarter, w = (side + 1) // 2, (side + 3) // 4, 32
-    flat, mean = nn.Flatten(), [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    place = torch.randn(1, (side // 4) ** 2, w, generator=torch.Generator().manual_seed(0))  # fixed positions
+    flat, pool = nn.Flatten(), [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
     parts: dict[str, Callable[[], list[nn.Module]]] = {
         "tutorial": lambda: [*_conv(channels, 16, stride=2, act=nn.Tanh), flat, nn.Linear(16 * half**2, classes)],
         "gn_cnn": lambda: [
@@ -110,10 +97,10 @@ def network(name: str, classes: int, channels: int, side: int) -> nn.Module:
         "resnet": lambda: [
             *_conv(channels, 16, stride=2, act=nn.Mish), Residual(*_conv(16, 16), *_conv(16, 16, act=nn.Mish)),
             *_conv(16, 32, stride=2, act=nn.Mish), Residual(*_conv(32, 32), *_conv(32, 32, act=nn.Mish)),
-            *mean, nn.Linear(32, classes),
+            *pool, nn.Linear(32, classes),
         ],
         "convnext": lambda: [
-            nn.Conv2d(channels, w, 4, 4), nn.GroupNorm(1, w), _next(w), _next(w), *mean, nn.LayerNorm(w),
+            nn.Conv2d(channels, w, 4, 4), nn.GroupNorm(1, w), _next(w), _next(w), *pool, nn.LayerNorm(w),
             nn.Linear(w, classes),
         ],
         "lenet": lambda: [
@@ -121,12 +108,12 @@ def network(name: str, classes: int, channels: int, side: int) -> nn.Module:
             nn.MaxPool2d(2), flat, nn.Linear(16 * (side // 4) ** 2, 64), nn.ReLU(), nn.Linear(64, classes),
         ],
         "vit": lambda: [
-            Patches(channels, side, w),
+            nn.Conv2d(channels, w, 4, 4), Apply(lambda x: x.flatten(2).transpose(1, 2)), Apply(lambda x: x + place),
             *[part for _ in range(2) for part in (
-                Residual(nn.LayerNorm(w), Attention(w)),
+                Residual(nn.LayerNorm(w), nn.Linear(w, 3 * w), Apply(_attend), nn.Linear(w, w)),
                 Residual(nn.LayerNorm(w), nn.Linear(w, 2 * w), nn.GELU(), nn.Linear(2 * w, w)),
             )],
-            nn.LayerNorm(w), MeanToken(), nn.Linear(w, classes),
+            nn.LayerNorm(w), Apply(lambda x: x.mean(1)), nn.Linear(w, classes),
         ],
     }  # fmt: skip
     if name in parts:
@@ -153,18 +140,16 @@ def run(net: str, source: str, units: int, epsilon: float, *, rule: str, seed: i
     units = min(units, len(x))
     x, y = x[:units], y[:units]
     shape = (x.shape[1], x.shape[2], x.shape[3])
-    old = OLD_SHOEFIT if net == "shoefit_cnn" else OLD
     named = net if net in ("shoefit_cnn", "resnet9") else f"{net}.py:make"
     asked = {"target_epsilon": epsilon, "num_units": units}
     config = parse_config({"data": {"source": "own"}, "model": {"name": named}, "privacy": asked})
     filled, _ = fill_open_settings(config, Facts(num_units=units, num_classes=classes, image_shape=shape))
     privacy, chosen = filled.privacy, filled.optimizer
     batch, steps, clip_norm, delta = privacy.expected_batch_size, privacy.steps, privacy.clip_norm, privacy.delta
-    if not (batch and steps and clip_norm and delta and chosen and chosen.learning_rate):
-        raise ValueError("a setting stayed open")
+    assert batch and steps and clip_norm and delta and chosen and chosen.learning_rate  # noqa: PT018
     kind, rate = chosen.name, chosen.learning_rate
     if rule == "old":
-        kind, rate, clip_norm = str(old["name"]), float(old["rate"]), float(old["clip_norm"])
+        kind, rate, clip_norm = OLD_SHOEFIT if net == "shoefit_cnn" else OLD
         steps = max(50, round(40 * min(2.0, max(0.25, (epsilon / 3) ** 0.5)) * units / batch))
     noise = calibrate_noise_multiplier(
         num_units=units, expected_batch_size=batch, steps=steps, target_epsilon=epsilon, delta=delta
@@ -172,12 +157,11 @@ def run(net: str, source: str, units: int, epsilon: float, *, rule: str, seed: i
     torch.manual_seed(seed)
     model = network(net, classes, shape[0], shape[1])
     weights = dict(model.named_parameters())
-    momentum = 0.7 if rule == "old" else chosen.momentum
-    made: dict[str, Callable[[], torch.optim.Optimizer]] = {
-        "sgd": lambda: torch.optim.SGD(weights.values(), lr=rate, momentum=momentum),
-        "nadam": lambda: torch.optim.NAdam(weights.values(), lr=rate),
-    }
-    optimizer = made[kind]()
+    if kind == "sgd":
+        momentum = 0.7 if rule == "old" else chosen.momentum
+        optimizer = torch.optim.SGD(weights.values(), lr=rate, momentum=momentum)
+    else:
+        optimizer = torch.optim.NAdam(weights.values(), lr=rate)
     average = {name: value.detach().clone() for name, value in weights.items()}
     for step in range(steps):
         rows = (torch.rand(units) < batch / units).nonzero()[:, 0]
@@ -211,20 +195,13 @@ def cells(part: str) -> list[tuple[str, str, int, float]]:
 
 def table(logs: list[Path]) -> str:
     """Markdown: for each dataset and plan, the mean accuracy of every network by the rule before and now."""
-    found: dict[tuple[str, int, float], dict[str, dict[str, list[float]]]] = defaultdict(
-        lambda: defaultdict(lambda: defaultdict(list))
-    )
-    for log in logs:
-        for line in log.read_text().splitlines():
-            row = json.loads(line)
-            found[row["source"], row["units"], row["epsilon"]][row["net"]][row["rule"]].append(row["acc"])
+    found: dict[tuple[str, int, float], dict[str, dict[str, list[float]]]] = {}
+    for row in (json.loads(line) for log in logs for line in log.read_text().splitlines()):
+        nets = found.setdefault((row["source"], row["units"], row["epsilon"]), {})
+        nets.setdefault(row["net"], {"old": [], "new": []})[row["rule"]].append(row["acc"])
     lines = []
     for (source, units, epsilon), nets in found.items():
-        shown = [
-            f"{net} {sum(by['old']) / len(by['old']):.0f} → {sum(by['new']) / len(by['new']):.0f}"
-            for net, by in nets.items()
-            if by["old"] and by["new"]
-        ]
+        shown = [f"{net} {mean(by['old']):.0f} → {mean(by['new']):.0f}" for net, by in nets.items() if all(by.values())]
         lines.append(f"| {source}, {units:,} units, epsilon {epsilon:g} | {', '.join(shown)} |")
     return "\n".join(lines)
 
