@@ -11,9 +11,13 @@ from dpvision.accounting import calibrate_noise_multiplier, propose_delta
 from dpvision.config import RunConfig, parse_config
 from dpvision.models import OffsetLinear, create
 from dpvision.training.defaults import (
+    FEWEST_NETWORK_STEPS,
     HEAD_STEPS,
     MOST_LOGIT_NOISE,
     MOST_NOISE_OF_TWO_CLASSES,
+    NETWORK_CLIP,
+    RESIDUAL_UNITS,
+    WEIGHT_NOISE,
     Facts,
     estimated_noise,
     fill_open_settings,
@@ -214,6 +218,75 @@ def test_the_defaults_are_the_same_whatever_the_rows_are() -> None:
     assert one == other
 
 
+# ---- The rule of networks
+
+
+OWN = {"name": "mine.py:make"}
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 3.0, 8.0])
+@pytest.mark.parametrize("num_units", [300, 1566, 20_000, 60_000])
+@pytest.mark.parametrize("model", [OWN, {"name": "shoefit_cnn"}])
+def test_the_noise_on_a_weight_is_the_same_for_every_plan(epsilon: float, num_units: int, model: Any) -> None:
+    privacy = filled(asked(model=model, target_epsilon=epsilon, num_units=num_units), facts(num_units)).privacy
+    optimizer = filled(asked(model=model, target_epsilon=epsilon, num_units=num_units), facts(num_units)).optimizer
+    assert optimizer is not None
+    assert (optimizer.name, optimizer.momentum, privacy.clip_norm) == ("sgd", 0.0, NETWORK_CLIP)
+    assert optimizer.learning_rate is not None
+    assert privacy.steps is not None
+    assert privacy.steps >= FEWEST_NETWORK_STEPS
+    assert privacy.expected_batch_size is not None
+    assert privacy.delta is not None
+    noise = calibrate_noise_multiplier(
+        num_units=num_units,
+        expected_batch_size=privacy.expected_batch_size,
+        steps=privacy.steps,
+        target_epsilon=epsilon,
+        delta=privacy.delta,
+    )
+    one_step = optimizer.learning_rate * NETWORK_CLIP * noise / privacy.expected_batch_size
+    # The noise is estimated (to 15 %, see above) and the rate has two digits.
+    assert one_step * math.sqrt(privacy.steps) == pytest.approx(WEIGHT_NOISE, rel=0.2)
+
+
+def test_a_given_clip_norm_or_batch_changes_the_rate_so_that_the_noise_stays() -> None:
+    usual = filled(asked(model=OWN, clip_norm=0.1), facts(1000)).optimizer
+    tenfold = filled(asked(model=OWN, clip_norm=1.0), facts(1000)).optimizer
+    assert usual is not None
+    assert tenfold is not None
+    assert usual.learning_rate is not None
+    assert tenfold.learning_rate == pytest.approx(usual.learning_rate / 10, rel=0.05)  # two digits
+
+
+def test_residual_networks_have_the_rule_on_few_units_and_nadam_on_many() -> None:
+    rules = {}
+    for units in (RESIDUAL_UNITS - 1, RESIDUAL_UNITS):
+        config = filled(asked(model={"name": "scaleresnet9"}, num_units=units), facts(units))
+        assert config.optimizer is not None
+        rules[units] = (config.optimizer.name, config.privacy.clip_norm)
+    assert rules == {RESIDUAL_UNITS - 1: ("sgd", NETWORK_CLIP), RESIDUAL_UNITS: ("nadam", 1.5)}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"task": "segmentation", "model": {"name": "scalelinknet9"}},
+        {"task": "segmentation", "model": OWN},
+        {"model": {"name": "scatter_cnn"}},
+        {"model": {"name": "scaleresnet9"}, "transfer": {"weights": "public.safetensors", "trained": "all"}},
+    ],
+)
+def test_masks_wavelets_and_trained_weights_keep_their_usual_settings(sections: dict[str, Any]) -> None:
+    config = parse_config({"data": {"source": "scans"}, "privacy": {"target_epsilon": 3.0}, **sections})
+    assert filled(config, facts(1000)).privacy.clip_norm in (1.0, 1.5)
+
+
+def test_the_reasons_say_that_the_settings_of_an_own_model_follow_from_the_plan() -> None:
+    choices = {choice.setting: choice for choice in fill_open_settings(asked(model=OWN), facts(1000))[1]}
+    assert choices["optimizer"].reason.startswith("from the plan")
+    assert not any("not tuned" in choice.reason for choice in choices.values())
+
+
 # ---- Overrides
 
 
@@ -235,7 +308,7 @@ def changed(one: RunConfig, other: RunConfig) -> set[str]:
         ("averaging", "kind", "polyak"),
     ],
 )
-@pytest.mark.parametrize("shape", [(3, 32, 32), (3, 33, 33)])
+@pytest.mark.parametrize("shape", [(3, 32, 32), (3, 33, 33)])  # a linear head, a network
 def test_an_override_changes_its_own_setting_alone(section: str, setting: str, value: Any, shape: Any) -> None:
     usual = filled(asked(), facts(1000, shape))
     given: dict[str, Any] = {section: {setting: value}}
@@ -247,7 +320,7 @@ def test_another_update_rule_has_its_own_usual_rate() -> None:
     config = filled(asked(optimizer={"name": "adam"}), facts(1000))
     assert config.optimizer is not None
     assert (config.optimizer.name, config.optimizer.learning_rate) == ("adam", 1e-3)
-    residual = filled(asked(optimizer={"momentum": 0.9}, model={"name": "scaleresnet9"}), facts(1000))
+    residual = filled(asked(optimizer={"momentum": 0.9}, model={"name": "scaleresnet9"}), facts(20_000))
     assert residual.optimizer is not None
     assert (residual.optimizer.name, residual.optimizer.momentum) == ("sgd", 0.9)  # nadam has no such momentum
 

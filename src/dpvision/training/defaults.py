@@ -10,6 +10,11 @@ all steps together put on one of them is τ/S, where S = B·√T/σ is the *sign
 decorrelated follows from S too (``whitening_ridge``). The constants were fitted on public datasets
 (docs/decisions/0011-defaults-for-own-images.md); docs/evidence/rules-of-thumb.md gives the reason for each rule,
 docs/evidence/defaults.md what the rules reach on data that were kept out of the fit.
+
+Networks that the user names, own ones and those of the catalogue, have a rule for any architecture (``network_rate``):
+with a clip norm below the length of nearly every gradient, every unit moves the weights equally far, and the rate is
+the one at which the noise of all steps together has the same size on each weight, whatever the plan is
+(docs/decisions/0018-defaults-for-own-models.md).
 """
 
 from __future__ import annotations
@@ -60,6 +65,16 @@ RIDGE_AT, LEAST_RIDGE, MOST_RIDGE = 1000.0, 0.3, 10.0
 PUBLIC_TIME = 60.0
 """Rate times steps for each class, over the squared length of a row, without privacy."""
 OTHER_HEAD_CLIP, OTHER_HEAD_RATE = 0.1, 4.0
+NETWORK_CLIP = 0.1
+"""Clip norm of a network. Gradients of the fit's networks are 5 to 33 long at the start: all are clipped, so that
+neither the architecture's scale nor the share of rows that it has learned changes what a step can move."""
+WEIGHT_NOISE = 0.1
+"""Standard deviation of the noise on a weight after all steps of a network's training, see ``network_rate``."""
+FEWEST_STEPS, FEWEST_NETWORK_STEPS = 50, 80
+"""With so few units that 50 steps would be 40 passes or less, curved losses gain from more and shorter steps."""
+RESIDUAL_UNITS = 10_000
+"""From this number of units on, residual networks of the catalogue keep NAdam, clip norm 1.5 and a rate of 0.001, with
+which they were tuned on whole datasets."""
 PRETRAINED_FEATURES = {"efficientnet_lite0": 1280}
 USUAL_RATES = {"sgd": 1.0, "nadam": 1e-3, "adam": 1e-3, "adamw": 1e-3, "rmsprop": 1e-3}
 """Rates of update rules that are not the default's, where none is given."""
@@ -139,6 +154,9 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
     small = head is not None or model.name in SMALL_MODELS
     # A head on features whose length is not known: a small clip norm and a large rate.
     other_head = head is None and config.transfer is not None and config.transfer.trained == "head"
+    # Weights that were trained before keep their usual small steps: noise of 0.1 on each would undo them.
+    from_scratch = head is None and config.transfer is None and not masks
+    network = from_scratch and has_network_rule(model.name, num_units, privacy)
     batch = privacy.expected_batch_size
     if batch is None and head is not None:
         batch = float(num_units)
@@ -156,7 +174,10 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
     elif steps is None:
         passes = MASK_PASSES if masks else 40
         epsilon = privacy.target_epsilon or USUAL_EPSILON
-        usual = HEAD_STEPS if head is not None else propose_steps(num_units, batch, epsilon, passes=passes)
+        fewest = FEWEST_NETWORK_STEPS if network else FEWEST_STEPS
+        usual = HEAD_STEPS
+        if head is None:
+            usual = propose_steps(num_units, batch, epsilon, passes=passes, fewest=fewest)
         steps = usual
         choose("steps", steps, f"{steps * batch / num_units:.0f} passes")
     clip_norm = privacy.clip_norm
@@ -169,6 +190,8 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
             offset = float(model.options.get("offset", 0.0))
             clip_norm = head_clip_norm(head, pretrained=config.transfer is not None, offset=offset)
             reason = f"follows from the length of a gradient on {head} features"
+        if network:
+            clip_norm, reason = NETWORK_CLIP, "shorter than nearly every gradient: every unit counts the same"
         choose("clip_norm", clip_norm, reason)
     if config.model is None:
         reason = "enough units" if not (small or masks) else "few parameters suit few units"
@@ -190,13 +213,17 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
     if other_head:
         rate = OTHER_HEAD_RATE * (1.0 if privacy.enabled else OTHER_HEAD_CLIP)
         proposed = OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.9)
+    elif network:
+        proposed = _network_optimizer(privacy, plan, num_units)
     optimizer = merge_optimizer(config.optimizer, proposed)
     if optimizer != config.optimizer:
         text = f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, momentum {optimizer.momentum:g}"
         reason = "usual; not tuned for your model" if is_own(model.name) else "tuned for this family on public data"
-        choices.append(
-            Choice("optimizer", text, reason if head is None else "from the plan: bounds the noise on logits")
-        )
+        if head is not None:
+            reason = "from the plan: bounds the noise on logits"
+        elif network and optimizer.learning_rate == proposed.learning_rate:
+            reason = f"from the plan: the noise of all steps on a weight is {WEIGHT_NOISE:g}, whatever the network"
+        choices.append(Choice("optimizer", text, reason))
     loss = config.loss or ("dice_cross_entropy" if masks else "cross_entropy")
     if config.loss is None and masks:
         choices.append(Choice("loss", loss, "Dice sees small organs, cross-entropy has a gradient everywhere"))
@@ -254,7 +281,7 @@ def _most_steps(config: RunConfig) -> int:
 @final
 @dataclass(frozen=True, kw_only=True)
 class HeadPlan:
-    """What the rate of a linear head follows from."""
+    """What the rate of a linear head or of a network follows from; ``features`` and ``offset`` are a head's alone."""
 
     features: int
     classes: int
@@ -423,13 +450,48 @@ def _head_optimizer(config: RunConfig, plan: HeadPlan, num_units: int) -> Optimi
     if not privacy.enabled:
         rate = float(f"{PUBLIC_TIME * plan.classes / (plan.steps * plan.features):.2g}")
         return OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.0)
+    rate = min(LARGEST, max(1e-6, head_rate(plan, signal=_signal_of(privacy, plan, num_units))))
+    return OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.0)
+
+
+def _signal_of(privacy: PrivacyConfig, plan: HeadPlan, num_units: int) -> float:
+    """The signal of a plan whose noise may still be open."""
     noise = privacy.noise_multiplier
     if noise is None:
         mu = gaussian_mu(privacy.target_epsilon or USUAL_EPSILON, plan.delta)
         noise = estimated_noise(num_units, batch=plan.batch, steps=plan.steps, mu=mu)
-    signal = plan_signal(num_units, batch=plan.batch, steps=plan.steps, noise_multiplier=noise)
-    rate = min(LARGEST, max(1e-6, head_rate(plan, signal=signal)))
-    return OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.0)
+    return plan_signal(num_units, batch=plan.batch, steps=plan.steps, noise_multiplier=noise)
+
+
+# ---- Networks of any architecture
+
+
+def has_network_rule(model: str, num_units: int, privacy: PrivacyConfig) -> bool:
+    """Whether a network is trained by ``network_rate``.
+
+    In private runs: every own model, the small networks of the catalogue, and its other networks on few units. Not
+    those on wavelet features, which are scaled otherwise.
+    """
+    if not privacy.enabled or model.startswith("scatter"):
+        return False
+    return is_own(model) or model in SMALL_MODELS or num_units < RESIDUAL_UNITS
+
+
+def network_rate(*, signal: float, clip_norm: float, steps: int) -> float:
+    """The rate of a network's training: ``WEIGHT_NOISE · signal / (C·T)``, to two digits.
+
+    With plain SGD, the noise of all steps on one weight has the standard deviation η·C·σ·√T/B = η·C·T/S. Where every
+    gradient is clipped, the weights move by at most η·C·T = ``WEIGHT_NOISE`` · S. So the number of parameters and the
+    length of a gradient do not enter; what suits one architecture is close to what suits another.
+    """
+    return float(f"{WEIGHT_NOISE * signal / (clip_norm * steps):.2g}")
+
+
+def _network_optimizer(privacy: PrivacyConfig, plan: HeadPlan, num_units: int) -> OptimizerSettings:
+    """Plain SGD: under noise, Adam's steps are those of SGD with another rate, and momentum changed nothing."""
+    signal = _signal_of(privacy, plan, num_units)
+    rate = network_rate(signal=signal, clip_norm=plan.clip_norm, steps=plan.steps)
+    return OptimizerSettings(name="sgd", learning_rate=min(LARGEST, max(1e-6, rate)), momentum=0.0)
 
 
 def units_for_defaults(privacy: PrivacyConfig, facts: Facts) -> int:
@@ -491,14 +553,16 @@ def propose_mask_batch(num_units: int) -> int:
     return max(1, min(512, num_units // 4))
 
 
-def propose_steps(num_units: int, batch: float, target_epsilon: float, *, passes: int = 40) -> int:
-    """``passes`` passes at epsilon 3, fewer below, more above; 50 to 2000 steps."""
+def propose_steps(
+    num_units: int, batch: float, target_epsilon: float, *, passes: int = 40, fewest: int = FEWEST_STEPS
+) -> int:
+    """``passes`` passes at epsilon 3, fewer below, more above; ``fewest`` to 2000 steps."""
     scaled = passes * min(2.0, max(0.25, (target_epsilon / 3) ** 0.5))
-    return max(50, min(2000, round(scaled * num_units / batch)))
+    return max(fewest, min(2000, round(scaled * num_units / batch)))
 
 
 def propose_optimizer(model: str) -> OptimizerSettings:
-    """Momentum SGD for small models, NAdam for residual ones, a little faster where they are narrow."""
+    """What is not from the plan: runs without privacy, masks, other heads and residual networks on many units."""
     if not is_own(model) and entry(model).family == "segmentation":
         return OptimizerSettings(name="nadam", learning_rate=2e-3)
     if model.startswith("scatter"):
