@@ -94,6 +94,7 @@ GRADIENTS = (
         "gradients/test_rules",
         "gradients/rules/linear.py",
         ("a bias is averaged over positions", "g_UTO.sum(1))", "g_UTO.mean(1))"),
+        ("an offset's bias counts once", "g_UTO.sum(1) * call.layer(OffsetLinear).bias_factor", "g_UTO.sum(1)"),
     ),
     *mutations(
         "gradients/test_rules",
