@@ -24,7 +24,8 @@ from benchmarks.own_data.features import MOST_PRETRAINED, MOST_SCATTERED, PRETRA
 from benchmarks.own_data.heads import Head, HeadData, delta_for, noise_for, simulate
 from benchmarks.own_data.one_shot import class_means, least_squares
 from benchmarks.own_data.sources import BY_NAME
-from dpvision.models.scattering import KEPT_OFFSET, WhitenedPaths
+from dpvision.models import efficientnet, scattering
+from dpvision.models.scattering import WhitenedPaths
 from dpvision.training import defaults
 
 SIDE = 32
@@ -74,9 +75,9 @@ def default_head(cell: Cell, *, width: int, classes: int) -> Head:
     estimate = defaults.estimated_noise(n, batch=float(n), steps=steps, mu=mu)
     signal = defaults.plan_signal(n, batch=float(n), steps=steps, noise_multiplier=estimate)
     noise = noise_for(n, float(n), steps, cell.epsilon, delta)
-    kept = KEPT_OFFSET if plan.offset and not cell.pretrained else 0.0
+    kept = efficientnet.KEPT_OFFSET if cell.pretrained else scattering.KEPT_OFFSET
     rate = defaults.head_rate(plan, signal=signal)
-    return Head(rate, clip, steps, noise_multiplier=noise, offset=plan.offset, kept=kept)
+    return Head(rate, clip, steps, noise_multiplier=noise, offset=plan.offset, kept=kept if plan.offset else 0.0)
 
 
 def default_features(cell: Cell) -> HeadData:

@@ -55,6 +55,8 @@ STAGES = (
     _StageSpec(6, 3, 1, 320, 1),
 )
 FEATURES = 1280
+KEPT_OFFSET = 0.05
+"""Share of an offset that predictions keep: where features say little about new images, the frequent class decides."""
 
 
 def _blocks() -> Iterator[tuple[int, int, _StageSpec]]:
@@ -206,13 +208,14 @@ def efficientnet_lite0(
     ``norm`` "frozen" keeps the published BatchNorm as fixed numbers; "group" makes it a GroupNorm that learns on.
     ``feature_norm`` "layer" standardises each row's 1280 features before the head (FACTS §10); the published network
     has "none". ``zero_head`` starts the head at zero instead of drawing it. ``offset`` above 0 makes the head an
-    ``OffsetLinear`` with a constant of that many times √1280; it starts at zero.
+    ``OffsetLinear`` with a constant of that many times √1280, of which predictions keep ``KEPT_OFFSET``; it starts at
+    zero.
     """
     if not 0 <= offset < math.inf:
         raise ArgumentError(f"offset must be a finite number from 0, got {offset}.")
     make_norm = norm_maker(norm, groups=groups, eps=_EPS)
     colour, channels = colour_front(in_channels)
-    head = OffsetLinear(FEATURES, num_classes, length=offset * FEATURES**0.5) if offset else None
+    head = OffsetLinear(FEATURES, num_classes, length=offset * FEATURES**0.5, kept=KEPT_OFFSET) if offset else None
     model = nn.Sequential(
         OrderedDict[str, nn.Module](
             resize=resize(resize_to),

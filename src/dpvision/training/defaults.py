@@ -50,8 +50,8 @@ test images like the training images; see decision 0011 on shifts."""
 TIME_PER_CLASS, TIME_OF_TWO_CLASSES, PRETRAINED_TIME_PER_CLASS = 20.0, 150.0, 8.0
 """Least rate times steps, in units of one clipped gradient on a row of length one: below, unequal classes decide."""
 OFFSET_SIGNAL, MOST_OFFSET, LAST_OFFSET_SIGNAL = 200.0, 1.73, 2000.0
-"""Two classes on pretrained features: a constant feature in training alone, over √D: √(signal / 200), at most √3. It
-learns how frequent the classes are, so that a short training learns what differs between them. It takes its part of a
+"""Two classes on pretrained features: a constant feature in training, over √D: √(signal / 200), at most √3. It learns
+how frequent the classes are, so that a short training learns what differs between them. It takes its part of a
 clipped gradient, which a weak signal lacks; a signal above 2,000 learns both without it. See decision 0011."""
 OFFSET_NOISE, OFFSET_TIME = 0.15, 80.0
 """κ with such a feature, and the most rate times steps: enough, and longer training has no gain."""
@@ -418,7 +418,7 @@ def add_offset(config: RunConfig, facts: Facts) -> tuple[RunConfig, tuple[Choice
     offset = _offset_for(config, facts, pretrained=True)
     if not offset:
         return config, ()
-    reason = "a constant feature in training alone learns how frequent the two classes are; predictions leave it out"
+    reason = "a constant feature learns how frequent the two classes are; predictions keep 0.05 of it"
     return config.model_copy(update={"model": _with_offset(model, offset)}), (Choice("offset", f"{offset:g}", reason),)
 
 
