@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from dpvision.config import parse_config
 from dpvision.privacy.ledger import Ledger, planned_releases, read_ledger
@@ -229,6 +230,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     asked = parser.parse_args()
     chance = random.Random(asked.seed)  # noqa: S311, moments of kills
+    torch.set_num_threads(1)  # a thread of the parent would not live on in a child
     with tempfile.TemporaryDirectory() as made, _server() if asked.postgres else nullcontext() as storage:
         folder = asked.folder or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
