@@ -27,7 +27,7 @@ from dpvision.accounting import calibrate_noise_multiplier
 from dpvision.config import Performance, parse_config
 from dpvision.gradients.clipped_sum import Rows, clipped_sum_of_batch
 from dpvision.models import create
-from dpvision.training.defaults import Facts, fill_open_settings
+from dpvision.training.defaults import Facts, fill_open_settings, propose_steps
 
 MOST_TEST = 1000
 OLD: Final = ("nadam", 1e-3, 1.5)  # update rule, rate, clip norm
@@ -150,7 +150,7 @@ def run(net: str, source: str, units: int, epsilon: float, *, rule: str, seed: i
     kind, rate = chosen.name, chosen.learning_rate
     if rule == "old":
         kind, rate, clip_norm = OLD_SHOEFIT if net == "shoefit_cnn" else OLD
-        steps = max(50, round(40 * min(2.0, max(0.25, (epsilon / 3) ** 0.5)) * units / batch))
+        steps = propose_steps(units, batch, epsilon)
     noise = calibrate_noise_multiplier(
         num_units=units, expected_batch_size=batch, steps=steps, target_epsilon=epsilon, delta=delta
     )

@@ -76,14 +76,14 @@ def delta_for(num_units: int) -> float:
 
 
 def simulate(data: HeadData, heads: Sequence[Head], *, seeds: Sequence[int], points: int = 1) -> NDArray[np.float64]:
-    """Train every head with every seed; heads must have the same steps, sample rate and offset.
+    """Train every head with every seed; heads must have the same steps, sample rate, offset and share of it kept.
 
     Returns:
         Test accuracy in percent, (points, seeds, heads): at ``points`` equally spaced steps, the last one included.
     """
     steps, rate, offset, kept = heads[0].steps, heads[0].sample_rate, heads[0].offset, heads[0].kept
     if any((each.steps, each.sample_rate, each.offset, each.kept) != (steps, rate, offset, kept) for each in heads):
-        raise ValueError("heads of one call must have the same steps, sample rate and offset")
+        raise ValueError("heads of one call must have the same steps, sample rate, offset and share of it kept")
     x, y = data.train_x, functional.one_hot(data.train_y, data.num_classes).float()
     runs, classes, width = len(seeds) * len(heads), data.num_classes, x.shape[1] + 1
     learned = offset * x.shape[1] ** 0.5 if offset else 1.0

@@ -19,7 +19,6 @@ from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
-from dpvision.errors import ArgumentError
 from dpvision.models.backbone import (
     BackboneNorm,
     FeatureNorm,
@@ -31,7 +30,7 @@ from dpvision.models.backbone import (
     zero,
 )
 from dpvision.models.initialisation import initialise
-from dpvision.models.layers import Norm, OffsetLinear, SamePad2d, SpatialMean, SqueezeExcite
+from dpvision.models.layers import Norm, SamePad2d, SpatialMean, SqueezeExcite, offset_head
 from dpvision.models.layers import activation as make_activation
 
 
@@ -211,11 +210,9 @@ def efficientnet_lite0(
     ``OffsetLinear`` with a constant of that many times √1280, of which predictions keep ``KEPT_OFFSET``; it starts at
     zero.
     """
-    if not 0 <= offset < math.inf:
-        raise ArgumentError(f"offset must be a finite number from 0, got {offset}.")
+    head = offset_head(FEATURES, num_classes, offset=offset, kept=KEPT_OFFSET)
     make_norm = norm_maker(norm, groups=groups, eps=_EPS)
     colour, channels = colour_front(in_channels)
-    head = OffsetLinear(FEATURES, num_classes, length=offset * FEATURES**0.5, kept=KEPT_OFFSET) if offset else None
     model = nn.Sequential(
         OrderedDict[str, nn.Module](
             resize=resize(resize_to),

@@ -243,6 +243,17 @@ class OffsetLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, length={self.length:g}, kept={self.kept:g}"
 
 
+def offset_head(features: int, num_classes: int, *, offset: float, kept: float) -> OffsetLinear | None:
+    """A head on rows of length √features whose constant feature is ``offset`` times as long; None for an offset of 0.
+
+    Raises:
+        ArgumentError: the offset is negative or not finite.
+    """
+    if not 0 <= offset < math.inf:
+        raise ArgumentError(f"offset must be a finite number from 0, got {offset}.")
+    return OffsetLinear(features, num_classes, length=offset * features**0.5, kept=kept) if offset else None
+
+
 @final
 class WSConv2d(nn.Module):
     """A convolution whose filters are standardised before use (FACTS: the convolution of De et al.).

@@ -28,8 +28,8 @@ from torch.nn import functional
 
 from dpvision.errors import ArgumentError, Problems
 from dpvision.models.backbone import zero
-from dpvision.models.layers import OffsetLinear
 from dpvision.models.layers import activation as make_activation
+from dpvision.models.layers import offset_head
 from dpvision.models.shoefit import ImageSize, height_width
 
 Array = NDArray[np.float64]
@@ -486,17 +486,16 @@ def _whitened_linear(
     problems.require(in_channels in (1, 3), f"standardise='whitened' needs 1 or 3 channels, got {in_channels}.")
     problems.count("pool", pool, least=0)
     problems.positive("ridge", ridge)
-    problems.require(0 <= offset < math.inf, f"offset must be a finite number from 0, got {offset}.")
     fits = pool <= min(scattering.output_size)
     problems.require(fits, f"pool must be at most {min(scattering.output_size)} for {size} pixels, got {pool}.")
     problems.raise_if_any()
     regions = pool**2 if pool else scattering.output_size[0] * scattering.output_size[1]
     features = in_channels * scattering.paths * regions
     colours = [OpponentColours()] if in_channels == 3 else []
-    head = nn.Linear(features, num_classes)
-    zero(head)
-    if offset:
-        head = OffsetLinear(features, num_classes, length=offset * features**0.5, kept=KEPT_OFFSET)
+    head = offset_head(features, num_classes, offset=offset, kept=KEPT_OFFSET)
+    if head is None:
+        head = nn.Linear(features, num_classes)
+        zero(head)
     return nn.Sequential(
         *colours,
         scattering,

@@ -26,7 +26,7 @@ from typing import final
 from dpvision.accounting import propose_delta, steps_for_epochs
 from dpvision.config import LARGEST, AveragingSettings, ModelConfig, OptimizerSettings, PrivacyConfig, RunConfig
 from dpvision.errors import ArgumentError
-from dpvision.models import catalogue, entry
+from dpvision.models import catalogue, efficientnet, entry, scattering
 from dpvision.own_code import is_own
 
 SMALL_MODELS = frozenset({"shoefit_cnn", "linear", "scatter_linear"})
@@ -56,11 +56,10 @@ clipped gradient, which a weak signal lacks; a signal above 2,000 learns both wi
 OFFSET_NOISE, OFFSET_TIME = 0.15, 80.0
 """κ with such a feature, and the most rate times steps: enough, and longer training has no gain."""
 WAVELET_OFFSET, FIRST_OFFSET_SIGNAL, LAST_WAVELET_SIGNAL = 0.55, 280.0, 1500.0
-"""Two classes on wavelet features: the constant feature, of which predictions keep 0.3, and the signals that have it. A
-weaker signal learns too little beside it; a stronger one learns long enough without. See decision 0011."""
+"""Two classes on wavelet features: the constant feature, and the signals that have it. A weaker signal learns too
+little beside it; a stronger one learns long enough without. See decision 0011."""
 WAVELET_OFFSET_NOISE, WAVELET_OFFSET_TIME = 0.57, 300.0
 """κ and the most rate times steps of these."""
-WAVELET_OFFSET_REASON = "a constant feature learns how frequent the two classes are; predictions keep 0.3 of it"
 RIDGE_AT, LEAST_RIDGE, MOST_RIDGE = 1000.0, 0.3, 10.0
 PUBLIC_TIME = 60.0
 """Rate times steps for each class, over the squared length of a row, without privacy."""
@@ -147,10 +146,10 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
     require_fitting_model(model, masks=masks)
     model = fit_model(model, facts)
     head = head_features(model, facts, config)
-    offset = _offset_for(config, facts, pretrained=False) if config.model is None and head is not None else 0.0
-    if offset:
-        model = _with_offset(model, offset)
-        choices.append(Choice("offset", f"{offset:g}", WAVELET_OFFSET_REASON))
+    if config.model is None and head is not None:
+        model, chosen = _with_offset(model, config, facts)
+        choices.extend(chosen)
+    offset = float(model.options.get("offset", 0.0))
     small = head is not None or model.name in SMALL_MODELS
     # A head on features whose length is not known: a small clip norm and a large rate.
     other_head = head is None and config.transfer is not None and config.transfer.trained == "head"
@@ -175,10 +174,9 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
         passes = MASK_PASSES if masks else 40
         epsilon = privacy.target_epsilon or USUAL_EPSILON
         fewest = FEWEST_NETWORK_STEPS if network else FEWEST_STEPS
-        usual = HEAD_STEPS
+        steps = HEAD_STEPS
         if head is None:
-            usual = propose_steps(num_units, batch, epsilon, passes=passes, fewest=fewest)
-        steps = usual
+            steps = propose_steps(num_units, batch, epsilon, passes=passes, fewest=fewest)
         choose("steps", steps, f"{steps * batch / num_units:.0f} passes")
     clip_norm = privacy.clip_norm
     if clip_norm is None and privacy.enabled:
@@ -187,7 +185,6 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
         own = is_own(model.name)
         reason = "usual; not tuned for your model" if own else "the value that works for this family of models"
         if head is not None:
-            offset = float(model.options.get("offset", 0.0))
             clip_norm = head_clip_norm(head, pretrained=config.transfer is not None, offset=offset)
             reason = f"follows from the length of a gradient on {head} features"
         if network:
@@ -207,7 +204,7 @@ def fill_open_settings(config: RunConfig, facts: Facts) -> tuple[RunConfig, tupl
         clip_norm=clip_norm or 1.0,
         delta=delta,
         pretrained=config.transfer is not None,
-        offset=float(model.options.get("offset", 0.0)),
+        offset=offset,
     )
     proposed = propose_optimizer(model.name) if head is None else _head_optimizer(config, plan, num_units)
     if other_head:
@@ -415,27 +412,26 @@ def add_offset(config: RunConfig, facts: Facts) -> tuple[RunConfig, tuple[Choice
     model = config.model
     if model is None or config.transfer is None or head_features(model, facts, config) is None:
         return config, ()
-    offset = _offset_for(config, facts, pretrained=True)
-    if not offset:
-        return config, ()
-    reason = "a constant feature learns how frequent the two classes are; predictions keep 0.05 of it"
-    return config.model_copy(update={"model": _with_offset(model, offset)}), (Choice("offset", f"{offset:g}", reason),)
+    model, chosen = _with_offset(model, config, facts)
+    return config.model_copy(update={"model": model}), chosen
 
 
-def _offset_for(config: RunConfig, facts: Facts, *, pretrained: bool) -> float:
-    """``head_offset`` of a plan; 0 where the loss is not that of two classes, or the run is not private."""
-    privacy = config.privacy
+def _with_offset(model: ModelConfig, config: RunConfig, facts: Facts) -> tuple[ModelConfig, tuple[Choice, ...]]:
+    """The model with the ``head_offset`` of its plan; without, for another loss and where the run is not private."""
+    privacy, pretrained = config.privacy, config.transfer is not None
     scores = config.task == "classification" and config.data.findings is None
     if not (privacy.enabled and scores and config.loss in (None, "cross_entropy")):
-        return 0.0
+        return model, ()
     num_units = units_for_defaults(privacy, facts)
     delta = privacy.delta or propose_delta(num_units)
     signal = full_signal(num_units, epsilon=privacy.target_epsilon or USUAL_EPSILON, delta=delta)
-    return head_offset(facts.num_classes, signal=signal, pretrained=pretrained)
-
-
-def _with_offset(model: ModelConfig, offset: float) -> ModelConfig:
-    return model.model_copy(update={"options": {**model.options, "offset": offset}})
+    offset = head_offset(facts.num_classes, signal=signal, pretrained=pretrained)
+    if not offset:
+        return model, ()
+    kept = efficientnet.KEPT_OFFSET if pretrained else scattering.KEPT_OFFSET
+    reason = f"a constant feature learns how frequent the two classes are; predictions keep {kept:g} of it"
+    model = model.model_copy(update={"options": {**model.options, "offset": offset}})
+    return model, (Choice("offset", f"{offset:g}", reason),)
 
 
 def head_rate(plan: HeadPlan, *, signal: float) -> float:
@@ -450,8 +446,12 @@ def _head_optimizer(config: RunConfig, plan: HeadPlan, num_units: int) -> Optimi
     if not privacy.enabled:
         rate = float(f"{PUBLIC_TIME * plan.classes / (plan.steps * plan.features):.2g}")
         return OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.0)
-    rate = min(LARGEST, max(1e-6, head_rate(plan, signal=_signal_of(privacy, plan, num_units))))
-    return OptimizerSettings(name="sgd", learning_rate=rate, momentum=0.0)
+    return _plain_sgd(head_rate(plan, signal=_signal_of(privacy, plan, num_units)))
+
+
+def _plain_sgd(rate: float) -> OptimizerSettings:
+    """SGD without momentum, at a rate that a configuration can hold."""
+    return OptimizerSettings(name="sgd", learning_rate=min(LARGEST, max(1e-6, rate)), momentum=0.0)
 
 
 def _signal_of(privacy: PrivacyConfig, plan: HeadPlan, num_units: int) -> float:
@@ -490,8 +490,7 @@ def network_rate(*, signal: float, clip_norm: float, steps: int) -> float:
 def _network_optimizer(privacy: PrivacyConfig, plan: HeadPlan, num_units: int) -> OptimizerSettings:
     """Plain SGD: under noise, Adam's steps are those of SGD with another rate, and momentum changed nothing."""
     signal = _signal_of(privacy, plan, num_units)
-    rate = network_rate(signal=signal, clip_norm=plan.clip_norm, steps=plan.steps)
-    return OptimizerSettings(name="sgd", learning_rate=min(LARGEST, max(1e-6, rate)), momentum=0.0)
+    return _plain_sgd(network_rate(signal=signal, clip_norm=plan.clip_norm, steps=plan.steps))
 
 
 def units_for_defaults(privacy: PrivacyConfig, facts: Facts) -> int:
