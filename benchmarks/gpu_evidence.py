@@ -1,6 +1,6 @@
 """What a private step does on a GPU: ``make gpu-evidence``, or ``python -m benchmarks.gpu_evidence --device cuda``.
 
-For somebody who has one. It measures, on the machine where it runs, and writes ``docs/evidence/gpu.md``:
+For users who have one. It measures, on the machine where it runs, and writes ``docs/evidence/gpu.md``:
 
 - whether the clipped sum is that of the CPU in float64, and whether any unit adds more than the clip norm;
 - whether the same sum has the same bits a second time, and whether bfloat16 keeps a unit's bits wherever it stands;

@@ -23,7 +23,7 @@ _SEGMENTATION: Final = "segmentation"
 class Workload:
     """A model and a batch: ``batch`` units of ``views`` rows each.
 
-    ``image_size`` 1 means rows of ``in_channels`` cached features instead of pictures. ``options`` are those of the
+    ``image_size`` 1 means rows of ``in_channels`` cached features instead of images. ``options`` are those of the
     model, as name=value with blanks between them.
     """
 

@@ -42,7 +42,7 @@ NOT_RUN: Final = {
     "torchrun --nproc-per-node 2 --max-restarts 3 examples": "tests/examples runs it",
     "torchrun --nnodes 1:4": "waits for other machines; tests/training/test_torchrun.py runs an elastic job",
     "dpvision audit --reconstruction cifar10": "needs 5,149 public images; tests/audit runs the attack on small data",
-    "dpvision analyze resnet9": "a quick recipe has made-up images, which are private; analysing.md runs the command",
+    "dpvision analyze resnet9": "a quick recipe has synthetic images, which are private; analysing.md runs the command",
     "python -m tools.audit_table": "trains hundreds of models for hours; tests/audit runs the same functions",
 }
 # Flags that make a command fast, by its beginning; the longest beginning counts, and flags of the page itself stay.

@@ -69,7 +69,7 @@ def test_every_private_plan_is_possible_and_its_delta_is_at_most_about_one_over_
         assert privacy.expected_batch_size <= privacy.num_units, config.name
         if privacy.enabled:
             assert privacy.delta is not None
-            # Two sources sit at the border: 1e-5 for 100,000 pictures, 8e-7 for 1,271,167. One, 1e-6, is beyond it.
+            # Two sources sit at the border: 1e-5 for 100,000 images, 8e-7 for 1,271,167. One, 1e-6, is beyond it.
             most = 1.28 if "kurakin" in config.name else 1.02
             assert privacy.delta * privacy.num_units < most, config.name
             assert privacy.clip_norm is not None

@@ -60,7 +60,7 @@ def postgres_url() -> Iterator[str]:
 
 
 def _started(command: list[str], user: str | None, folder: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the server on a free port, and on another one if somebody was faster; wait until it answers."""
+    """Start the server on a free port, and on another one if another process took it; wait until it answers."""
     for _ in range(5):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -79,7 +79,7 @@ class ShardedOptimizer:
 def owners_of(model: nn.Module, ranks: int) -> dict[str, int]:
     """Return the rank that owns each trainable parameter: a function of names, sizes and the number of ranks.
 
-    Parameters that share a draw of noise have one owner. The largest group comes first, to whoever has least.
+    Parameters that share a draw of noise have one owner. The largest group comes first, to the rank that has least.
     """
     sizes = _sizes(model)
     groups = sorted(noise_groups(sizes), key=lambda names: (-sum(sizes[name] for name in names), names))

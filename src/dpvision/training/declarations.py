@@ -29,10 +29,10 @@ from dpvision.training.pretrained import KNOWN_WEIGHTS
 from dpvision.training.stages import mirrored
 
 
-def declarations(config: RunConfig, pictures: RunSplits) -> list[tuple[str, str]]:
+def declarations(config: RunConfig, splits: RunSplits) -> list[tuple[str, str]]:
     """Return pairs of (what, how) for everything that is declared instead of charged."""
-    found = [("privacy units", units_come_from(config, pictures)), (TEST_SPLIT, test_split(config, pictures))]
-    if owners_may_be_shared(config, pictures):
+    found = [("privacy units", units_come_from(config, splits)), (TEST_SPLIT, test_split(config, splits))]
+    if owners_may_be_shared(config, splits):
         how = "not known for all of them: those who are known have no training images, the others may have some"
         found.append(("owners of test images", how))
     found += rows_of_owners(config)
@@ -83,9 +83,9 @@ def declarations(config: RunConfig, pictures: RunSplits) -> list[tuple[str, str]
     return [*found, *transfer_declarations(config, planned_epsilon=planned_epsilon(config))]
 
 
-def note_declarations(ledger: Ledger, config: RunConfig, pictures: RunSplits) -> None:
+def note_declarations(ledger: Ledger, config: RunConfig, splits: RunSplits) -> None:
     """Write every declaration into the ledger; one that is already there is not written again."""
-    for what, how in declarations(config, pictures):
+    for what, how in declarations(config, splits):
         ledger.note("declare", {"what": what, "how": how})
     note_lineage(ledger, config)
 
@@ -112,13 +112,13 @@ def views_text(config: RunConfig) -> str:
     return f"{config.views.count} per image, averaged before clipping; the transformations are in the configuration"
 
 
-def units_come_from(config: RunConfig, pictures: RunSplits) -> str:
+def units_come_from(config: RunConfig, splits: RunSplits) -> str:
     """Where it is defined which rows belong to one unit."""
     data, alone = config.data, "each image is a unit of its own"
-    if pictures.train.owners is None:
+    if splits.train.owners is None:
         return alone
-    if pictures.train.owners_from is not None:
-        owners = pictures.train.owners_from
+    if splits.train.owners_from is not None:
+        owners = splits.train.owners_from
     elif data.unit_csv is not None:
         owners = f"a CSV of file and unit{f', column {data.unit_column}' if data.unit_column else ''}"
     elif data.unit_column is not None:
@@ -140,15 +140,15 @@ def rows_of_owners(config: RunConfig) -> list[tuple[str, str]]:
     return [("rows of an owner", f"at most {most}, the first in the order of the data; the others are not trained on")]
 
 
-def test_split(config: RunConfig, pictures: RunSplits) -> str:
+def test_split(config: RunConfig, splits: RunSplits) -> str:
     """Where the test images come from."""
     name = Path(config.data.test or config.data.source).name
-    if pictures.held_out:
+    if splits.held_out:
         return f"{config.data.holdout_fraction:.0%} of the units, {HELD_OUT}"
-    return f"{name}, {OWN_TEST}" if own_test_images(config, pictures) else f"{name}, declared public"
+    return f"{name}, {OWN_TEST}" if own_test_images(config, splits) else f"{name}, declared public"
 
 
-def own_test_images(config: RunConfig, pictures: RunSplits) -> bool:
+def own_test_images(config: RunConfig, splits: RunSplits) -> bool:
     """Whether the test images are the data holder's own: held out, or a part of a source that is not a public one."""
     public = config.data.test is not None or config.data.source in dataset_names() or config.data.public_data
-    return pictures.held_out or not public
+    return splits.held_out or not public

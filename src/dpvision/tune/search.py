@@ -750,7 +750,7 @@ class OpenSearch:
     def _charged(self, config: RunConfig, number: int) -> tuple[int, float] | None:
         """Write a trial's charge, unless it is there; return its attempt and its noise, or None without budget.
 
-        Guarantee: on disk before the trial starts. A trial that has to start anew is charged anew.
+        Guarantee: on disk before the trial starts. A trial that has to start again is charged again.
         """
         plan = self.plan
         if self.settings.search_data is not None:

@@ -123,7 +123,7 @@ class SearchFolder:
         return self.trials / f"{number:04d}-{attempt}"
 
     def started_path(self, number: int, attempt: int) -> Path:
-        """Return the file that says that an attempt may have taken steps: if its folder is lost, it is charged anew."""
+        """Return the file that says that an attempt may have taken steps: without its folder, it is charged again."""
         return self.trials / f"{number:04d}-{attempt}.started"
 
     def begun(self) -> set[tuple[int, int]]:
